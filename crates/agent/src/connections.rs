@@ -11,15 +11,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_channel::peer::{PeerCredentials, PeerProcess};
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::FailureLog;
 use aquifer_extents::SessionService;
-use aquifer_faults::serve::{
-    CONNECTION_DESCRIPTORS, DescriptorCount, OpenRunError, PagingService, Run, RunOwner, SESSION_DESCRIPTORS,
-    descriptors_max,
-};
+use aquifer_faults::serve::{OpenRunError, PagingService, Run, RunOwner};
 use aquifer_gateway::{Introduction, ListenerKind, UserChannel};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
@@ -44,8 +42,11 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
 const OTHER_USERS_AGENT: &str =
     "this agent is another user's: use an agent of your own, or the agent's shared socket";
-const TOO_MANY_DESCRIPTORS: &str =
-    "you have your share of this agent's descriptors: end some runs, sessions or connections first";
+/// Descriptors of a connection, and for its thread: the socket, the process at the other end, a
+/// userfaultfd.
+const CONNECTION_DESCRIPTORS: usize = 4;
+/// Descriptors for a relay of a user: its socket, and for the thread that receives from it.
+const RELAY_DESCRIPTORS: usize = 2;
 /// Most connections of one user at once. Each run is one.
 const CONNECTIONS_PER_USER_MAX: usize = 2048;
 /// The same at sockets of knocks, which are open to all users for some time.
@@ -99,6 +100,7 @@ pub(crate) struct Connections {
     access: ClusterAccess,
     heap_tickets: HeapTickets,
     segments: Arc<SegmentHost>,
+    descriptors: Arc<DescriptorShares>,
     /// Open connections.
     counts: Mutex<HashMap<Counted, usize>>,
     /// Limits the log lines about connections that were lost.
@@ -121,6 +123,7 @@ impl Connections {
             nodes: Arc::clone(nodes),
             swap_servers,
             access,
+            descriptors: Arc::clone(&heap_tickets.descriptors),
             heap_tickets,
             segments,
             counts: Mutex::default(),
@@ -132,6 +135,14 @@ impl Connections {
     /// Serves the connections of a user that its relay introduces, each in a thread, until the
     /// relay ends.
     pub fn admit_all(self: &Arc<Self>, mut channel: UserChannel) {
+        let uid = channel.uid;
+        let _charge = match self.descriptors.charge_reserved(uid, RELAY_DESCRIPTORS) {
+            Ok(charge) => charge,
+            // So that it learns why it is refused. It has few relays under its own id.
+            Err(error) if error.owner == uid => self.descriptors.charge_always(uid, RELAY_DESCRIPTORS),
+            // The relay notices the end of its channel.
+            Err(error) => return tracing::warn!(%error, uid, "refused a relay"),
+        };
         loop {
             match channel.next_introduction() {
                 Ok(Some(introduction)) => self.admit(channel.uid, introduction),
@@ -163,34 +174,25 @@ impl Connections {
             refuse(&socket, &format!("you have {limit} connections to this agent: end some programs first"));
             return;
         }
-        // The connection is counted already.
-        if !self.descriptors().may_have(uid, 0, descriptors_max()) {
-            tracing::warn!(uid, "refused a connection: the user has its share of the descriptors");
-            refuse(&socket, TOO_MANY_DESCRIPTORS);
-            return self.count_out(counted);
-        }
+        let charge = match self.descriptors.charge(uid, CONNECTION_DESCRIPTORS) {
+            Ok(charge) => charge,
+            Err(error) => {
+                tracing::warn!(uid, %error, "refused a connection");
+                refuse(&socket, &error.to_string());
+                return self.count_out(counted);
+            }
+        };
         let connections = Arc::clone(self);
         let name = format!("connection-{pid}");
         let spawned = std::thread::Builder::new().name(name).spawn(move || {
             connections.serve(socket, peer, &packet, userfaultfd, is_permitted);
             connections.count_out(counted);
+            drop(charge);
         });
         if let Err(error) = spawned {
             tracing::error!(uid, pid, %error, "dropped a connection: cannot start a thread for it");
             self.count_out(counted);
         }
-    }
-
-    /// The descriptors that each user has.
-    fn descriptors(&self) -> DescriptorCount {
-        let mut count = self.service.descriptors();
-        for session in self.sessions.sessions() {
-            count.add(session.tenant, SESSION_DESCRIPTORS);
-        }
-        for (Counted { uid, .. }, connections) in self.lock_counts().iter() {
-            count.add(*uid, connections * CONNECTION_DESCRIPTORS);
-        }
-        count
     }
 
     /// True if there is no connection, no run and no session.
@@ -253,11 +255,6 @@ impl Connections {
                     Err(error) => refuse(&socket, &error.to_string()),
                 }
                 return;
-            }
-            Ok(Frame::OpenSession)
-                if !self.descriptors().may_have(uid, SESSION_DESCRIPTORS, descriptors_max()) =>
-            {
-                Frame::Refused(TOO_MANY_DESCRIPTORS.into())
             }
             Ok(Frame::OpenSession) => {
                 if let Err(error) = self.sessions.open(&socket, peer) {

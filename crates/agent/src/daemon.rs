@@ -1,13 +1,16 @@
 //! The daemon: joins the cluster, starts the services, and listens for programs.
 
+mod segments;
+
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_channel::{HoldRefused, RestoredItem};
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
@@ -28,10 +31,7 @@ use aquifer_keeper::KeeperClient;
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
-use aquifer_segments::host::{
-    KeptSegment, SegmentError, SegmentHost, SegmentKeeper, SegmentKey, SegmentOptions,
-};
-use aquifer_segments::ownership::Life;
+use aquifer_segments::host::{SegmentError, SegmentKeeper, SegmentKey};
 
 use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
@@ -39,6 +39,7 @@ use crate::host_state::{HostState, new_mempool};
 use crate::listeners::Listeners;
 use crate::metrics;
 use crate::swap_servers::SwapServers;
+use segments::{restorable_segments, start_segments};
 
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
@@ -182,6 +183,7 @@ struct HostServices {
     keeper: KeeperClient,
     lease: Arc<LeaseEvents>,
     listeners: Listeners,
+    descriptors: Arc<DescriptorShares>,
 }
 
 impl AgentServices for HostServices {
@@ -207,6 +209,10 @@ impl AgentServices for HostServices {
 
     fn connection_failure(&self) -> Option<String> {
         self.nodes.connection_failure()
+    }
+
+    fn descriptors(&self) -> &Arc<DescriptorShares> {
+        &self.descriptors
     }
 
     fn serve_knock_socket(&self, socket: KnockSocket) {
@@ -312,6 +318,8 @@ impl Agent {
             options.connect.clone(),
             AfterFence::Wait,
         );
+        let descriptors = DescriptorShares::of_process();
+        nodes.charge_endpoints(&descriptors);
         membership.watch_nodes(&nodes)?;
         let resumes = state.predecessor.is_some();
         if resumes {
@@ -327,7 +335,8 @@ impl Agent {
             nodes: Arc::clone(&nodes),
             keeper,
             lease,
-            listeners: Listeners::start().map_err(AgentError::Gateway)?,
+            listeners: Listeners::start(Arc::clone(&descriptors)).map_err(AgentError::Gateway)?,
+            descriptors: Arc::clone(&descriptors),
         });
         let (kept_segments, kept): (Vec<_>, Vec<_>) =
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
@@ -351,7 +360,14 @@ impl Agent {
         let leak_scanner =
             LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
         let (directory, key) = (Arc::clone(&options.directory), options.key.clone());
-        let heap_tickets = HeapTickets { directory, key, identity, folder: options.sockets() };
+        let heap_tickets = HeapTickets {
+            directory,
+            key,
+            identity,
+            folder: options.sockets(),
+            descriptors,
+            tenants: Mutex::default(),
+        };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
         let connections =
@@ -418,55 +434,6 @@ impl Agent {
     }
 }
 
-/// Starts the service for segments.
-fn start_segments(
-    options: &AgentOptions,
-    membership: &Membership,
-    keeper: Arc<HostServices>,
-    kept: Vec<KeptSegment>,
-) -> Result<Arc<SegmentHost>, AgentError> {
-    let SegmentSettings { listen, bytes_per_user, pull_rate } = options.segments;
-    let refuse = |address, why| AgentError::SegmentAddress { address, why };
-    let key = match (listen, &options.key) {
-        (Some(address), _) if address.ip().is_unspecified() => {
-            return Err(refuse(address, "give the address at which other hosts reach this one"));
-        }
-        (Some(address), None) => {
-            return Err(refuse(
-                address,
-                "agents prove that they belong to the cluster by its key: give --key",
-            ));
-        }
-        (_, Some(key)) => key.clone(),
-        // Nothing but this process has it.
-        (None, None) => ClusterKey::generate().map_err(AgentError::Threads)?,
-    };
-    let AgentRecord { host, claim_epoch: epoch, .. } = *membership.record();
-    let life = Life { host, epoch };
-    // Other hosts wait for as long from the end of the lease, by their clocks.
-    let grace = options.grace.mul_f64(0.75);
-    let (bytes_per_tenant, sockets) = (bytes_per_user, options.sockets());
-    let own = SegmentOptions { life, listen, key, bytes_per_tenant, pull_rate, grace, sockets };
-    let directory = Arc::clone(&options.directory);
-    Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease(), keeper, kept)?))
-}
-
-/// The segments of an earlier agent; the keeper releases those that are unreadable. If `resumes` is
-/// false all of them are lost, because other hosts know that the earlier agent has died.
-fn restorable_segments(kept: Vec<RestoredItem>, resumes: bool, keeper: &KeeperClient) -> Vec<KeptSegment> {
-    let mut restorable = Vec::new();
-    for RestoredItem { item, fds } in kept {
-        let segment = serde_json::from_str(&item.record).ok();
-        match (segment, <[OwnedFd; 2]>::try_from(fds)) {
-            (Some(segment), Ok([data, present])) if resumes => {
-                restorable.push(KeptSegment { number: item.id, segment, data, present });
-            }
-            _ => keeper.release(item.kind, item.id),
-        }
-    }
-    restorable
-}
-
 /// Starts the services for runs and for sessions, and restores what the keeper has held of an
 /// earlier agent; if `resumes` is false, ends it.
 fn start_services(
@@ -492,6 +459,7 @@ fn start_services(
     let sessions = SessionService::new(
         Arc::clone(host) as Arc<dyn NodeConnector>,
         Arc::clone(host) as Arc<dyn SessionKeeper>,
+        Arc::clone(&host.descriptors),
         options.extents_per_user,
     );
     host.nodes.wait_for_return_of(&restorable.iter().flat_map(InheritedSession::nodes).collect());

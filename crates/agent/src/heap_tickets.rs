@@ -1,11 +1,13 @@
 //! Tickets for the heaps of the users of this host.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_directory::names::HeapsRecord;
@@ -18,6 +20,10 @@ use aquifer_objects::service::{OPERATOR, TICKET_SERVICE};
 /// Time for which a ticket can be used to connect.
 const TICKET_TIME: Duration = Duration::from_secs(24 * 3600);
 
+/// Descriptors of a heap while they are sent to a program: the connection, the bytes and the names.
+const HEAP_DESCRIPTORS: usize = 4;
+/// User ids of one owner that get tickets, each of which has a heap.
+const TENANTS_PER_OWNER_MAX: usize = 16;
 /// Longest wait for a service on this machine.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -30,18 +36,41 @@ pub(crate) struct HeapTickets {
     pub identity: Identity,
     /// The folder with the sockets of the services on this machine.
     pub folder: PathBuf,
+    /// The descriptors of the agent, which are charged to users.
+    pub descriptors: Arc<DescriptorShares>,
+    /// The user ids that have got tickets, by their owner.
+    pub tenants: Mutex<BTreeMap<u32, BTreeSet<u32>>>,
 }
 
 impl HeapTickets {
     /// Answers a program of a user that asks for the heap on a node, or on any if that is 0.
     pub fn answer(&self, socket: &OwnedFd, uid: u32, node: u16) -> io::Result<()> {
-        match self.access(Tenant(uid), node) {
-            Ok((json, fds)) => {
+        let charged = self.descriptors.charge(uid, HEAP_DESCRIPTORS);
+        let charged = charged.map_err(|error| error.to_string());
+        let access = charged.and_then(|charge| {
+            self.admit(charge.owner(), uid)?;
+            Ok((self.access(Tenant(uid), node)?, charge))
+        });
+        match access {
+            Ok(((json, fds), _charge)) => {
                 let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
                 send_frame(socket, &Frame::HeapAccess(json), &fds)
             }
             Err(reason) => send_frame(socket, &Frame::Refused(reason), &[]),
         }
+    }
+
+    /// Counts a user id that gets a ticket. A service has a bounded number of heaps.
+    fn admit(&self, owner: u32, uid: u32) -> Result<(), String> {
+        let mut tenants = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_owner = tenants.entry(owner).or_default();
+        if of_owner.len() >= TENANTS_PER_OWNER_MAX && !of_owner.contains(&uid) {
+            return Err(format!(
+                "{TENANTS_PER_OWNER_MAX} ids of user {owner} have heaps already (/etc/subuid)"
+            ));
+        }
+        of_owner.insert(uid);
+        Ok(())
     }
 
     fn access(&self, tenant: Tenant, node: u16) -> Result<(String, Vec<OwnedFd>), String> {

@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::descriptor_shares::{DescriptorCharge, DescriptorShares};
 use aquifer_channel::socket::wait_readable;
 use aquifer_faults::serve::{KnockName, KnockSocket};
 use aquifer_gateway::{Gateway, ListenerKind, UserChannel};
@@ -20,6 +21,8 @@ pub const GATEWAY_COMMAND: &str = "gateway";
 const KNOCK_OPEN_TIME: Duration = Duration::from_secs(30);
 /// Most knocks of a user whose sockets are open at once. The next one replaces the oldest.
 const KNOCKS_PER_TENANT_MAX: usize = 128;
+/// Descriptors of such a socket. The gateway has one of its own.
+const KNOCK_DESCRIPTORS: usize = 1;
 /// Pause before a gateway that has ended is replaced.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
@@ -27,6 +30,7 @@ const RESTART_PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(crate) struct Listeners {
     state: Mutex<State>,
+    descriptors: Arc<DescriptorShares>,
 }
 
 #[derive(Debug)]
@@ -45,6 +49,7 @@ struct OpenKnock {
     number: u64,
     socket: KnockSocket,
     until: Instant,
+    _charge: DescriptorCharge,
 }
 
 impl OpenKnock {
@@ -55,18 +60,19 @@ impl OpenKnock {
 }
 
 impl Listeners {
-    /// Starts the gateway. It lives as long as the calling thread.
+    /// Starts the gateway. It lives as long as the calling thread. Sockets of knocks are charged to
+    /// their users.
     ///
     /// # Errors
     /// If the process cannot be started.
-    pub fn start() -> io::Result<Self> {
-        Ok(Self::with(start_gateway()?))
+    pub fn start(descriptors: Arc<DescriptorShares>) -> io::Result<Self> {
+        Ok(Self::with(start_gateway()?, descriptors))
     }
 
-    fn with(gateway: Gateway) -> Self {
+    fn with(gateway: Gateway, descriptors: Arc<DescriptorShares>) -> Self {
         let gateway = Arc::new(gateway);
         let state = State { gateway, permanent: Vec::new(), knocks: VecDeque::new(), last_number: 0 };
-        Self { state: Mutex::new(state) }
+        Self { state: Mutex::new(state), descriptors }
     }
 
     /// Accepts connections at a socket as long as the agent runs.
@@ -90,8 +96,13 @@ impl Listeners {
         if of_tenant.len() >= KNOCKS_PER_TENANT_MAX && !of_tenant.contains(&socket.knock) {
             state.close_knocks(|other| other.socket.knock == of_tenant[0]);
         }
-        let knock =
-            OpenKnock { number: state.next_number(), socket, until: Instant::now() + KNOCK_OPEN_TIME };
+        // Without the socket the child knocks once more, and ends.
+        let charge = match self.descriptors.charge_reserved(socket.tenant, KNOCK_DESCRIPTORS) {
+            Ok(charge) => charge,
+            Err(error) => return tracing::warn!(%error, "not listening for a forked child"),
+        };
+        let until = Instant::now() + KNOCK_OPEN_TIME;
+        let knock = OpenKnock { number: state.next_number(), socket, until, _charge: charge };
         let _ended = state.gateway.listen(knock.number, knock.kind(), &knock.socket.listener);
         state.knocks.push_back(knock);
     }
@@ -168,7 +179,8 @@ mod tests {
     fn a_user_replaces_only_its_own_sockets() {
         // It takes the orders, and accepts nothing.
         let mut command = Command::new("cat");
-        let listeners = Listeners::with(Gateway::start(command.stdout(Stdio::null())).unwrap());
+        let shares = DescriptorShares::new(10_000);
+        let listeners = Listeners::with(Gateway::start(command.stdout(Stdio::null())).unwrap(), shares);
         let tenants = || listeners.lock().knocks.iter().map(|open| open.socket.tenant).collect::<Vec<_>>();
         let knock = |number: usize| KnockName { name: [u8::try_from(number).unwrap(); 16], secret: [0; 16] };
         let add = |tenant: u32, number| {

@@ -6,6 +6,8 @@
 //! - [`wakeup`]: waiting for the other side of a ring, and waking it.
 //! - [`peer`]: the process at the other end of a socket.
 //! - [`passrights`]: sockets that accept no descriptors.
+//! - [`descriptor_shares`]: descriptors and threads, shared out to users.
+//! - [`owners`]: the user that has a subordinate user id.
 //! - [`exiting`]: processes that were killed and have not ended.
 //! - [`start_time`]: which process has an id.
 //! - [`kill`]: ending a process with the rights of its user.
@@ -13,11 +15,13 @@
 //!
 //! This crate does not know what the frames mean.
 
+pub mod descriptor_shares;
 pub mod exiting;
 pub mod frames;
 #[cfg(test)]
 mod golden_tests;
 pub mod kill;
+pub mod owners;
 pub mod passrights;
 pub mod paths;
 pub mod peer;

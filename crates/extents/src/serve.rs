@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::descriptor_shares::{DescriptorCharge, DescriptorShares, ShareExceeded};
+use aquifer_channel::owners::owner;
 use aquifer_channel::peer::PeerProcess;
 use aquifer_channel::{HoldRefused, send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
@@ -27,6 +29,8 @@ use crate::pool::NodeConnector;
 pub use inherited::{InheritError, InheritedSession};
 use session_thread::SessionThread;
 
+/// Descriptors of a session, and for its thread.
+const SESSION_DESCRIPTORS: usize = 16;
 /// Time for which a stopping agent waits until sessions have freed their extents.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -56,6 +60,9 @@ pub enum OpenSessionError {
     /// The keeper does not hold the session.
     #[error(transparent)]
     NotHeld(#[from] HoldRefused),
+    /// The user has its share of the agent's descriptors.
+    #[error(transparent)]
+    TooManyDescriptors(#[from] ShareExceeded),
     /// The agent is about to end.
     #[error("the agent is stopping")]
     Stopping,
@@ -81,6 +88,7 @@ pub(crate) struct SessionRecord {
 pub struct SessionService {
     connector: Arc<dyn NodeConnector>,
     keeper: Arc<dyn SessionKeeper>,
+    descriptors: Arc<DescriptorShares>,
     /// Quota of each user; `None`: half of what the nodes lend.
     quota_bytes: Option<u64>,
     accounts: UserAccounts,
@@ -138,12 +146,13 @@ struct SessionParts {
 }
 
 impl SessionService {
-    /// Creates a service without sessions. The quota of each user is `quota_bytes`, or half of what
-    /// the nodes lend.
+    /// Creates a service without sessions, which are charged to their users. The quota of each user
+    /// is `quota_bytes`, or half of what the nodes lend.
     #[must_use]
     pub fn new(
         connector: Arc<dyn NodeConnector>,
         keeper: Arc<dyn SessionKeeper>,
+        descriptors: Arc<DescriptorShares>,
         quota_bytes: Option<u64>,
     ) -> Arc<Self> {
         // Numbers must differ from those of earlier agents, which the keeper may still hold.
@@ -151,6 +160,7 @@ impl SessionService {
         Arc::new(Self {
             connector,
             keeper,
+            descriptors,
             quota_bytes,
             accounts: UserAccounts::default(),
             started: Instant::now(),
@@ -165,6 +175,7 @@ impl SessionService {
     /// sessions.
     pub fn open(self: &Arc<Self>, socket: &OwnedFd, peer: PeerProcess) -> Result<(), OpenSessionError> {
         let PeerProcess { pid, uid: tenant, pidfd } = peer;
+        let descriptors = self.descriptors.charge(tenant, SESSION_DESCRIPTORS)?;
         let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES)?);
         let book = Arc::new(Book::new()?);
         self.connector.leak_detector().register_ledger(&book);
@@ -188,7 +199,7 @@ impl SessionService {
         let parts = SessionParts { ring: SessionRing::initialise(ring_memory), book, process };
         self.hold(id, &shared, &parts).inspect_err(|_| self.forget(id))?;
         let sent = send_frame(&shared.socket, &Frame::SessionOpened, &[ring.fd()]);
-        if let Err(error) = sent.and_then(|()| self.start(id, shared, parts)) {
+        if let Err(error) = sent.and_then(|()| self.start(id, shared, parts, descriptors)) {
             tracing::warn!(pid, %error, "cannot open a session");
             self.forget(id);
         }
@@ -199,7 +210,7 @@ impl SessionService {
     pub fn restore(self: &Arc<Self>, inherited: Vec<InheritedSession>) {
         // All books must be counted and in the ledgers before a session can allocate.
         for session in &inherited {
-            self.accounts.of(Tenant(session.shared.record.tenant)).add_inherited(session.bytes());
+            self.accounts.of(Tenant(owner(session.shared.record.tenant))).add_inherited(session.bytes());
             self.connector.leak_detector().register_ledger(&session.parts.book);
         }
         for InheritedSession { id, shared, parts } in inherited {
@@ -211,7 +222,8 @@ impl SessionService {
             }
             self.lock().live.insert(id, Arc::clone(&shared));
             let (pid, book) = (shared.record.pid, Arc::clone(&parts.book));
-            if let Err(error) = self.start(id, shared, parts) {
+            let descriptors = self.descriptors.charge_always(shared.record.tenant, SESSION_DESCRIPTORS);
+            if let Err(error) = self.start(id, shared, parts, descriptors) {
                 tracing::error!(pid, %error, "cannot resume a session; the keeper holds it");
                 let mut sessions = self.lock();
                 sessions.live.remove(&id);
@@ -230,12 +242,19 @@ impl SessionService {
         self.keeper.hold(&item, &fds)
     }
 
-    fn start(self: &Arc<Self>, id: u64, shared: Arc<SharedSession>, parts: SessionParts) -> io::Result<()> {
+    fn start(
+        self: &Arc<Self>,
+        id: u64,
+        shared: Arc<SharedSession>,
+        parts: SessionParts,
+        descriptors: DescriptorCharge,
+    ) -> io::Result<()> {
         let service = Arc::clone(self);
         let name = format!("session-{}", shared.record.pid);
         std::thread::Builder::new().name(name).spawn(move || {
-            SessionThread::new(&service, shared, parts).run();
+            SessionThread::new(&service, shared, parts, descriptors.owner()).run();
             service.forget(id);
+            drop(descriptors);
         })?;
         Ok(())
     }

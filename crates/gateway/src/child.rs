@@ -1,7 +1,7 @@
-//! Child processes of the gateway.
+//! Child processes of a process that accepts connections.
 
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 
 use rustix::process::Pid;
 
@@ -16,7 +16,7 @@ const FIRST_FD: u32 = 3;
 ///
 /// # Errors
 /// If the process cannot be started.
-pub(crate) fn start(kept: &[RawFd], run: impl FnOnce()) -> io::Result<Pid> {
+pub fn start(kept: &[RawFd], run: impl FnOnce()) -> io::Result<Pid> {
     let (mut ready, unready) = io::pipe()?;
     // SAFETY: this process has one thread, so the child may do what its parent might. It never
     // returns from here.
@@ -30,24 +30,6 @@ pub(crate) fn start(kept: &[RawFd], run: impl FnOnce()) -> io::Result<Pid> {
     let process = Pid::from_raw(child).filter(|_| child > 0).ok_or_else(io::Error::last_os_error)?;
     drop(unready);
     let _end_of_file = ready.read_exact(&mut [0]);
-    Ok(process)
-}
-
-/// Starts a child process that closes connections, which wait as long as their users want. None of
-/// them is closed for the last time in this process.
-///
-/// # Errors
-/// If the process cannot be started; then the connections stay.
-pub(crate) fn close(connections: &mut Vec<OwnedFd>) -> io::Result<Pid> {
-    let (closed, open) = io::pipe()?;
-    let sockets = connections.iter().map(AsRawFd::as_raw_fd);
-    let kept: Vec<_> = sockets.chain([closed.as_raw_fd()]).collect();
-    let process = start(&kept, || {
-        // The end of the process closes them. Until this end of file the parent has them, too.
-        let _end_of_file = (&closed).read_exact(&mut [0]);
-    })?;
-    connections.clear();
-    drop(open);
     Ok(process)
 }
 

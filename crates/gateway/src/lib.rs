@@ -11,8 +11,8 @@
 //!   descriptors in it, and introduces the connection to the daemon.
 //! - [`Gateway`]: the daemon's end. It starts the gateway process, and receives the introductions.
 //! - `pair`: a connection whose packets a relay copies.
-//! - `owners`: which user has a subordinate user id.
-//! - `child`: starting relays, and processes that close refused connections.
+//! - [`start_child`]: starting relays, and processes that close refused connections.
+//! - [`RefusedConnections`]: those connections.
 //! - `user_socket`: receiving from a user's socket and closing it.
 //! - `messages`: what these processes send to each other.
 //!
@@ -21,14 +21,16 @@
 //! relay copies packets between that and the user's socket as long as the connection lasts.
 
 mod child;
+mod closers;
 mod daemon;
 mod messages;
-mod owners;
 mod pair;
 mod relay;
 mod server;
 mod user_socket;
 
+pub use child::start as start_child;
+pub use closers::RefusedConnections;
 pub use daemon::{Gateway, Introduction, UserChannel};
 pub use messages::ListenerKind;
 pub use server::serve;

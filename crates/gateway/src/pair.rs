@@ -3,6 +3,7 @@
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use aquifer_ipc::Frame;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
@@ -28,6 +29,10 @@ struct Packet {
 #[derive(Debug)]
 pub(crate) struct Pair {
     user: OwnedFd,
+    /// The user that has made the connection.
+    uid: u32,
+    /// Whether a frame may bring a userfaultfd.
+    may_carry: fn(&Frame) -> bool,
     daemon: OwnedFd,
     /// A packet for which the user's queue has no room.
     to_user: Option<Packet>,
@@ -36,12 +41,14 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Makes a pair of sockets for a user's, and passes the other end to `introduce`.
+    /// Makes a pair of sockets for that of a connection, and passes the other end to `introduce`.
     ///
     /// # Errors
     /// The cause, with the user's socket.
     pub fn new(
         user: OwnedFd,
+        uid: u32,
+        may_carry: fn(&Frame) -> bool,
         introduce: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
     ) -> Result<Self, (io::Error, OwnedFd)> {
         let make = || {
@@ -51,7 +58,7 @@ impl Pair {
             Ok(own)
         };
         match make() {
-            Ok(daemon) => Ok(Self { user, daemon, to_user: None, to_daemon: None }),
+            Ok(daemon) => Ok(Self { user, uid, may_carry, daemon, to_user: None, to_daemon: None }),
             Err(error) => Err((error, user)),
         }
     }
@@ -80,7 +87,7 @@ impl Pair {
         for _ in 0..PACKETS_PER_TURN_MAX {
             let packet = match self.to_daemon.take() {
                 Some(packet) => packet,
-                None => match user_socket::receive(&self.user, buffer) {
+                None => match user_socket::receive(&self.user, self.uid, self.may_carry, buffer) {
                     Received::Nothing => return Ok(true),
                     Received::Packet(bytes, userfaultfd) => {
                         Packet { bytes, descriptors: userfaultfd.into_iter().collect() }

@@ -12,7 +12,7 @@ use aquifer_channel::peer::peer_pidfd;
 use aquifer_channel::try_send_frame;
 use aquifer_ipc::Frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::sockopt::{Timeout, set_socket_passcred, set_socket_timeout};
 use rustix::net::{SendFlags, Shutdown, shutdown};
 
 use crate::messages::{self, Connection, IntroductionRecord, ListenerKind, MESSAGE_BYTES_MAX};
@@ -180,6 +180,8 @@ impl Relay {
             return;
         };
         let Some(socket) = descriptors.pop() else { return };
+        // The listener may not have been the gateway's when the user has connected.
+        user_socket::ask_for_senders(&socket);
         if let ListenerKind::Knock { secret, .. } = connection.kind {
             // Without it the child connects once more.
             let _ = rustix::net::send(&socket, &secret, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
@@ -229,7 +231,9 @@ impl Relay {
     /// Receives the first packet of a connection, and introduces the connection to the daemon.
     fn introduce(&mut self, waiting: WaitingConnection) -> Result<(), ForeignDescriptor> {
         let WaitingConnection { connection, socket, since } = waiting;
-        let (packet, userfaultfd) = match user_socket::receive(&socket, &mut self.buffer) {
+        let received =
+            user_socket::receive(&socket, self.uid, user_socket::is_program_hello, &mut self.buffer);
+        let (packet, userfaultfd) = match received {
             Received::Packet(packet, userfaultfd) => (packet, userfaultfd),
             Received::Nothing => {
                 self.waiting.push(WaitingConnection { connection, socket, since });
@@ -268,15 +272,21 @@ impl Relay {
             messages::send(daemon, &record, &packet, &descriptors, SendFlags::empty())
         };
         // From here on its queue gets no descriptors, so it is safe in the hands of the daemon.
-        let is_safe = !may_bring_userfaultfd_later(&packet)
+        let brings_userfaultfds = may_bring_userfaultfd_later(&packet);
+        let is_safe = !brings_userfaultfds
             && refuse_descriptors(&socket)
-            && user_socket::is_drained(&socket);
+            && user_socket::is_drained(&socket)
+            // The daemon receives no senders.
+            && set_socket_passcred(&socket, false).is_ok();
         if is_safe {
             // If the daemon has ended, so has the connection.
             let _closed = introduce(socket.as_fd());
             return Ok(());
         }
-        let pair = Pair::new(socket, introduce);
+        // What no process receives would be closed by the daemon, with its end of the connection.
+        let may_carry: fn(&Frame) -> bool =
+            if brings_userfaultfds { user_socket::is_serve_call } else { |_| false };
+        let pair = Pair::new(socket, self.uid, may_carry, introduce);
         match pair {
             Ok(pair) => self.pairs.push(pair),
             Err((error, socket)) => {

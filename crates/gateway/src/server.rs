@@ -5,6 +5,7 @@ use std::io::{self, PipeWriter, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::owners::owner;
 use aquifer_channel::peer::{PeerCredentials, peer_credentials};
 use aquifer_channel::try_send_frame;
 use aquifer_ipc::Frame;
@@ -16,25 +17,19 @@ use rustix::net::{
 use rustix::process::{Pid, Signal, WaitOptions, set_parent_process_death_signal, waitpid};
 
 use crate::child;
+use crate::closers::RefusedConnections;
 use crate::messages::{self, Connection, ListenerKind, MESSAGE_BYTES_MAX, Order, RelayStarted};
-use crate::owners::{self, Owner};
 use crate::relay::Relay;
 use crate::user_socket;
 
 /// Most processes that serve a user or wait for its descriptors.
 const RELAYS_PER_USER_MAX: usize = 4;
-/// The same for all subordinate ids of a user, or of a container of root.
+/// The same for a user with all of its subordinate ids, or for a container of root.
 const RELAYS_PER_OWNER_MAX: usize = 64;
 /// Most processes of all users.
 const RELAYS_MAX: usize = 1024;
 /// Connections that are accepted at a listener in a turn, so that others have theirs.
 const ACCEPTS_PER_TURN_MAX: usize = 16;
-/// Refused connections that wait for another closer if one is running. Each that is running
-/// doubles the number.
-const REFUSED_MIN: usize = 64;
-/// The largest such number. As many descriptors as this in the queues of connections cost a user's
-/// process.
-const REFUSED_MAX: usize = 1024;
 /// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Interval at which ended relays are looked for.
@@ -54,7 +49,8 @@ struct Listener {
 struct UserRelays {
     /// The relay that gets connections.
     current: Option<RelayEnd>,
-    owner: Option<Owner>,
+    /// The owner of the user's id.
+    owner: u32,
     /// All that have not ended; closing what a user has sent may take long.
     processes: Vec<Pid>,
 }
@@ -76,10 +72,7 @@ struct Server {
     daemon: OwnedFd,
     listeners: BTreeMap<u64, Listener>,
     relays: BTreeMap<u32, UserRelays>,
-    /// Connections that are shut down, for the next closer.
-    refused: Vec<OwnedFd>,
-    /// The processes that close refused connections.
-    closers: Vec<Pid>,
+    refused: RefusedConnections,
     buffer: Box<[u8]>,
     next_log: Instant,
 }
@@ -95,8 +88,7 @@ pub fn serve(daemon: OwnedFd) {
         daemon,
         listeners: BTreeMap::new(),
         relays: BTreeMap::new(),
-        refused: Vec::new(),
-        closers: Vec::new(),
+        refused: RefusedConnections::default(),
         buffer: vec![0; MESSAGE_BYTES_MAX].into_boxed_slice(),
         next_log: Instant::now(),
     };
@@ -123,7 +115,7 @@ impl Server {
         let mut polled = vec![PollFd::new(&self.daemon, PollFlags::IN)];
         polled.extend(self.listeners.values().map(|listener| PollFd::new(&listener.socket, PollFlags::IN)));
         let timeout = Timespec::try_from(REAP_INTERVAL).unwrap_or_default();
-        let is_idle = self.relays.is_empty() && self.closers.is_empty() && self.refused.is_empty();
+        let is_idle = self.relays.is_empty() && self.refused.is_empty();
         let timeout = if is_idle { None } else { Some(&timeout) };
         poll(&mut polled, timeout).ok()?;
         let mut ready = polled.iter().map(|polled| !polled.revents().is_empty());
@@ -138,6 +130,7 @@ impl Server {
             Ok(Some((Order::Listen { listener, kind }, _, mut descriptors))) => {
                 if let Some(socket) = descriptors.pop() {
                     let _nonblocking = rustix::io::ioctl_fionbio(&socket, true);
+                    user_socket::ask_for_senders(&socket);
                     self.listeners.insert(listener, Listener { kind, socket });
                 }
                 true
@@ -171,22 +164,13 @@ impl Server {
 
     /// Refuses a connection. Its queue may have descriptors.
     fn refuse(&mut self, socket: OwnedFd) {
-        let _was_closed = shutdown(&socket, Shutdown::Both);
-        self.refused.push(socket);
+        self.refused.add(socket);
     }
 
-    /// Starts a closer of refused connections, if none is running or if there are many.
+    /// Has refused connections closed.
     fn close_refused(&mut self) {
-        let wanted = match self.closers.len() {
-            0 => 1,
-            running => (REFUSED_MIN << running.min(8)).min(REFUSED_MAX),
-        };
-        if self.refused.len() < wanted {
-            return;
-        }
-        match child::close(&mut self.refused) {
-            Ok(process) => self.closers.push(process),
-            Err(error) => self.log_refusal(None, &error),
+        if let Err(error) = self.refused.close() {
+            self.log_refusal(None, &error);
         }
     }
 
@@ -278,11 +262,11 @@ impl Server {
             return Err(io::Error::other("its relays wait for the descriptors that it has sent"));
         }
         // Not the id of one user: a user could keep all others out by its subordinate ids.
-        let owner = Some(owners::owner(uid));
+        let owner = owner(uid);
         let same_owner = self.relays.values().filter(|relays| relays.owner == owner);
         if same_owner.map(|relays| relays.processes.len()).sum::<usize>() >= RELAYS_PER_OWNER_MAX {
             return Err(io::Error::other(format!(
-                "{RELAYS_PER_OWNER_MAX} relays run already for subordinate ids of the same user (/etc/subuid)"
+                "{RELAYS_PER_OWNER_MAX} relays run already for ids of user {owner} (/etc/subuid)"
             )));
         }
         if of_all >= RELAYS_MAX {
@@ -302,10 +286,9 @@ impl Server {
         Ok(RelayEnd { connections: gateway, released })
     }
 
-    /// Forgets relays and closers that have ended.
+    /// Forgets relays that have ended.
     fn reap(&mut self) {
         while let Ok(Some((process, _))) = waitpid(None, WaitOptions::NOHANG) {
-            self.closers.retain(|closer| *closer != process);
             self.relays.retain(|_, relays| {
                 relays.processes.retain(|other| *other != process);
                 !relays.processes.is_empty()

@@ -3,16 +3,14 @@
 //! Only a process with one thread may use these functions, and only a relay [`close`].
 
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use aquifer_arena::calls::Call;
 use aquifer_ipc::{FRAME_BYTES_MAX, Frame};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, Shutdown, recvmsg, shutdown,
-};
+use rustix::net::sockopt::set_socket_passcred;
+use rustix::net::{RecvFlags, Shutdown, shutdown};
 
 /// Longest wait for the last close of descriptors that a user has sent, in microseconds.
 const CLOSE_US_MAX: i64 = 20_000;
@@ -32,78 +30,142 @@ pub(crate) enum Received {
     Foreign(Vec<OwnedFd>),
 }
 
-/// Receives a packet, without waiting.
+/// Has the kernel add to each packet the user that sends it. Sockets that are accepted at a
+/// listener inherit the setting.
+pub(crate) fn ask_for_senders(socket: impl AsFd) {
+    // Without it the sender is unknown, and no descriptor is received.
+    let _is_set = set_socket_passcred(socket, true);
+}
+
+/// Receives a packet of a connection that user `uid` has made, without waiting.
 ///
 /// A descriptor is received only if it can be one that the daemon wants: closing one that was
-/// received runs the `flush` of its file, and that of a file in FUSE waits for the user.
-pub(crate) fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Received {
-    let (len, has_descriptors) = match peek(socket, buffer) {
-        Ok((0, false)) | Err(Some(_)) => return Received::Closed,
+/// received runs the `flush` of its file, and that of a file in FUSE waits for the user. And only
+/// from that user or root: a program of root may have become another user since, and a descriptor
+/// that cannot be closed ends the relay.
+///
+/// `may_carry` says whether a frame is one that brings a userfaultfd.
+pub(crate) fn receive(
+    socket: &OwnedFd,
+    uid: u32,
+    may_carry: fn(&Frame) -> bool,
+    buffer: &mut [u8],
+) -> Received {
+    let peeked = match peek(socket, buffer, 0) {
+        Err(Errno::AGAIN | Errno::INTR) => return Received::Nothing,
+        Ok(Peeked { len: 0, has_more_descriptors: false, .. }) | Err(_) => return Received::Closed,
         Ok(peeked) => peeked,
-        Err(None) => return Received::Nothing,
     };
-    if !has_descriptors {
+    if !peeked.has_more_descriptors {
         // A shorter buffer cuts the packet, and the parser refuses what is too long.
         return match rustix::net::recv(socket, &mut *buffer, RecvFlags::DONTWAIT) {
             Ok((len, _)) => Received::Packet(buffer[..len].to_vec(), None),
             Err(_) => Received::Closed,
         };
     }
-    if !may_carry_userfaultfd(&buffer[..len]) {
+    let is_of_user = peeked.sender.is_some_and(|sender| [0, uid].contains(&sender));
+    if !is_of_user || !Frame::parse(&buffer[..peeked.len]).is_ok_and(|frame| may_carry(&frame)) {
         return Received::Refused;
     }
     receive_userfaultfd(socket, buffer)
 }
 
-/// Whether a packet is one of those that bring a userfaultfd.
-fn may_carry_userfaultfd(packet: &[u8]) -> bool {
-    match Frame::parse(packet) {
-        Ok(Frame::Hello(hello)) => !hello.is_child,
-        Ok(Frame::SegmentCall(json)) => matches!(serde_json::from_str(&json), Ok(Call::Serve { .. })),
-        _ => false,
-    }
+/// Whether a frame is the first one of a program, with the userfaultfd of its memory.
+pub(crate) fn is_program_hello(frame: &Frame) -> bool {
+    matches!(frame, Frame::Hello(hello) if !hello.is_child)
 }
 
-/// The length of the next packet, as far as the buffer has room, and whether descriptors come with
-/// it. The packet stays in the queue.
+/// Whether a frame brings the userfaultfd of a segment, at a connection for segments.
+pub(crate) fn is_serve_call(frame: &Frame) -> bool {
+    matches!(
+        frame,
+        Frame::SegmentCall(json) if matches!(serde_json::from_str(json), Ok(Call::Serve { .. }))
+    )
+}
+
+/// What a look at a packet shows, which stays in the queue.
+struct Peeked {
+    /// Its length, as far as the buffer has room.
+    len: usize,
+    /// The real user of the process that has sent it, if the kernel has noted that.
+    sender: Option<u32>,
+    /// Its descriptors, as many as were wanted.
+    descriptors: Vec<OwnedFd>,
+    has_more_descriptors: bool,
+}
+
+/// Room for the control message with the sender, and for one with `descriptors` descriptors, in
+/// bytes.
+fn control_room(descriptors: usize) -> usize {
+    let space = |bytes: usize| {
+        let bytes = u32::try_from(bytes).expect("messages with few descriptors are small");
+        // SAFETY: it only calculates.
+        unsafe { libc::CMSG_SPACE(bytes) as usize }
+    };
+    let of_descriptors = if descriptors == 0 { 0 } else { space(descriptors * size_of::<RawFd>()) };
+    space(size_of::<libc::ucred>()) + of_descriptors
+}
+
+/// Looks at the next packet, without waiting. Receives at most `descriptors_max` of its
+/// descriptors, and one more if the kernel rounds the room up.
 ///
-/// # Errors
-/// `None` if no packet is waiting, or the error of the socket.
-fn peek(socket: &OwnedFd, buffer: &mut [u8]) -> Result<(usize, bool), Option<Errno>> {
-    let mut none = RecvAncillaryBuffer::default();
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    match recvmsg(socket, &mut [io::IoSliceMut::new(buffer)], &mut none, flags) {
-        // Without room for any, the kernel says that it has cut them.
-        Ok(peeked) => Ok((peeked.bytes, peeked.flags.contains(ReturnFlags::CTRUNC))),
-        Err(Errno::AGAIN | Errno::INTR) => Err(None),
-        Err(error) => Err(Some(error)),
+/// It calls libc: for a sender in another PID namespace the kernel gives the process number 0,
+/// which rustix does not represent.
+fn peek(socket: &OwnedFd, buffer: &mut [u8], descriptors_max: usize) -> Result<Peeked, Errno> {
+    let mut control = [0u64; 16];
+    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: an all-zero header is a valid object. All pointers are to locals and to the buffer,
+    // which outlive the call. The control messages that the kernel has written are within
+    // `control`, and their lengths are checked by libc's macros; `read_unaligned` needs no more.
+    // Each descriptor in them was created for this call.
+    unsafe {
+        let mut header: libc::msghdr = std::mem::zeroed();
+        header.msg_iov = &raw mut part;
+        header.msg_iovlen = 1;
+        header.msg_control = control.as_mut_ptr().cast();
+        header.msg_controllen = control_room(descriptors_max).min(size_of_val(&control));
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+        let received = libc::recvmsg(socket.as_raw_fd(), &raw mut header, flags);
+        let len = usize::try_from(received)
+            .map_err(|_| Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO))?;
+        let (mut sender, mut descriptors) = (None, Vec::new());
+        let mut message = libc::CMSG_FIRSTHDR(&raw const header);
+        while !message.is_null() {
+            let data = libc::CMSG_DATA(message);
+            let data_bytes = (*message).cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+            match ((*message).cmsg_level, (*message).cmsg_type) {
+                (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) if data_bytes >= size_of::<libc::ucred>() => {
+                    sender = Some(data.cast::<libc::ucred>().read_unaligned().uid);
+                }
+                (libc::SOL_SOCKET, libc::SCM_RIGHTS) => {
+                    let fds = data.cast::<RawFd>();
+                    let count = data_bytes / size_of::<RawFd>();
+                    descriptors.extend(
+                        (0..count).map(|number| OwnedFd::from_raw_fd(fds.add(number).read_unaligned())),
+                    );
+                }
+                _ => {}
+            }
+            message = libc::CMSG_NXTHDR(&raw const header, message);
+        }
+        // Without room for all descriptors, the kernel says that it has cut them.
+        let has_more_descriptors = header.msg_flags & libc::MSG_CTRUNC != 0;
+        Ok(Peeked { len, sender, descriptors, has_more_descriptors })
     }
 }
 
 /// Receives a packet with one descriptor.
 fn receive_userfaultfd(socket: &OwnedFd, buffer: &mut [u8]) -> Received {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let Ok(peeked) = recvmsg(socket, &mut [io::IoSliceMut::new(buffer)], &mut ancillary, flags) else {
-        return Received::Closed;
-    };
-    let mut descriptors = Vec::new();
-    for message in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            // The kernel rounds the room up to two.
-            descriptors.extend(rights);
-        }
-    }
+    let Ok(peeked) = peek(socket, buffer, 1) else { return Received::Closed };
+    let Peeked { len, mut descriptors, has_more_descriptors, .. } = peeked;
     if !descriptors.iter().all(is_userfaultfd) {
         return Received::Foreign(descriptors);
     }
-    let is_cut = peeked.flags.contains(ReturnFlags::CTRUNC);
     match descriptors.pop() {
-        Some(userfaultfd) if descriptors.is_empty() && !is_cut => {
+        Some(userfaultfd) if descriptors.is_empty() && !has_more_descriptors => {
             // What the kernel drops here is not the last reference.
             let _ = rustix::net::recv(socket, &mut [0; 1], RecvFlags::DONTWAIT);
-            Received::Packet(buffer[..peeked.bytes].to_vec(), Some(userfaultfd))
+            Received::Packet(buffer[..len].to_vec(), Some(userfaultfd))
         }
         _ => Received::Refused,
     }
@@ -121,7 +183,7 @@ fn is_userfaultfd(descriptor: &OwnedFd) -> bool {
 /// A sender that the socket did not refuse may still be putting its packet there. A look at an
 /// empty queue waits for it, and the next look sees the packet.
 pub(crate) fn is_drained(socket: &OwnedFd) -> bool {
-    let is_empty = || matches!(peek(socket, &mut [0; 1]), Err(None));
+    let is_empty = || matches!(peek(socket, &mut [0; 1], 0), Err(Errno::AGAIN | Errno::INTR));
     is_empty() && is_empty()
 }
 

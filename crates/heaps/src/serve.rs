@@ -15,6 +15,7 @@ use aquifer_fabric::{Admission, ClusterKey, Limits, Target, TargetError, VerbsPr
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
 use aquifer_objects::class::BLOCK_ORDERS;
 use aquifer_objects::service::{FrameSource, HEAPS_MAX, HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
+use rustix::process::{Resource, getrlimit};
 
 use crate::kept::{Keeper, ServiceKeeper};
 use crate::membership::Membership;
@@ -28,6 +29,16 @@ pub const LEASE_TTL: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(100);
 /// Longest wait in one piece, so that a request to stop is soon noticed.
 const PAUSE: Duration = Duration::from_millis(20);
+
+/// Most endpoints of all programs.
+const ENDPOINTS_MAX: usize = 8192;
+/// Endpoints have at most this part of the descriptors of the process.
+const DESCRIPTORS_PER_ENDPOINT: u64 = 4;
+/// A tenant has at most this part of the endpoints, so that it leaves some to others. Agents give
+/// tickets for few ids of one user.
+const TENANT_ENDPOINTS_DIVISOR: usize = 32;
+/// Endpoints that a tenant may have in any case.
+const TENANT_ENDPOINTS_MIN: usize = 16;
 
 /// Connects to the directory. It is called again when the connection is lost.
 pub type ConnectDirectory = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
@@ -249,9 +260,18 @@ fn open_device(
     Ok((verbs.listen)(device.address, &options.key, Admission::Tickets(TICKET_SERVICE))?)
 }
 
+/// Endpoints of all programs that use heaps over the network. They need descriptors.
+fn endpoints_max() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(limit / DESCRIPTORS_PER_ENDPOINT).unwrap_or(usize::MAX).min(ENDPOINTS_MAX)
+}
+
 fn listen(options: &HeapsOptions) -> Result<(Arc<TcpTarget>, SocketAddr), HeapsError> {
     let defaults = TcpOptions::default();
+    let endpoints_max = endpoints_max();
     let tcp = TcpOptions {
+        endpoints_max,
+        endpoints_per_tenant_max: (endpoints_max / TENANT_ENDPOINTS_DIVISOR).max(TENANT_ENDPOINTS_MIN),
         admission: Admission::Tickets(TICKET_SERVICE),
         limits: Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() },
         regions_max: HEAPS_MAX * BLOCK_ORDERS,

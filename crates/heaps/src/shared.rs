@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use aquifer_channel::descriptor_shares::{DescriptorShares, THREAD_DESCRIPTORS};
 use aquifer_channel::passrights::refuse_descriptors;
 use aquifer_channel::socket::{accept, listen_at, receive_soon, wait_readable};
 use aquifer_channel::{receive_frame, send_frame};
@@ -40,6 +41,7 @@ pub(crate) struct SharedPrograms {
 struct Programs {
     service: Arc<HeapService>,
     counts: Mutex<HashMap<u32, usize>>,
+    descriptors: Arc<DescriptorShares>,
 }
 
 impl SharedPrograms {
@@ -50,7 +52,11 @@ impl SharedPrograms {
     pub fn start(path: &Path, service: Arc<HeapService>) -> io::Result<Self> {
         let listener = listen_at(path, 0o600)?;
         let stop = Arc::new(AtomicBool::new(false));
-        let programs = Arc::new(Programs { service, counts: Mutex::default() });
+        let programs = Arc::new(Programs {
+            service,
+            counts: Mutex::default(),
+            descriptors: DescriptorShares::of_process(),
+        });
         let stopped = Arc::clone(&stop);
         let accept_all = move || {
             while !stopped.load(Ordering::Relaxed) {
@@ -99,6 +105,10 @@ impl Programs {
         }
         let Ok((Frame::OpenHeap(uid), _)) = receive_frame(socket) else {
             return Err(io::Error::other("it is no agent of this build"));
+        };
+        let _charge = match self.descriptors.charge(uid, THREAD_DESCRIPTORS) {
+            Ok(charge) => charge,
+            Err(error) => return send_frame(socket, &Frame::Refused(error.to_string()), &[]),
         };
         if !self.count_in(uid) {
             let reason = format!("{PROGRAMS_PER_TENANT_MAX} programs of the user share the heap already");

@@ -7,9 +7,12 @@ mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
+};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::descriptor_shares::{DescriptorCharge, DescriptorShares};
 use aquifer_directory::names::{self, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Listing, WatchEvent, WatchEventKind};
 use aquifer_fabric::ClusterKey;
@@ -31,6 +34,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// Interval between attempts to connect to a node that has fenced this host: it refuses until this
 /// process ends.
 const FENCED_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Descriptors of an endpoint. Its thread, if it has one, is one of many users.
+const ENDPOINT_DESCRIPTORS: usize = 3;
 
 /// The memory nodes that the directory has, and how this host connects to them.
 ///
@@ -51,6 +56,8 @@ pub struct NodeRegistry {
     /// Whether any node was connected to since this registry exists.
     has_connected: AtomicBool,
     shares: EndpointShares,
+    /// What endpoints are charged to, if they are.
+    descriptors: OnceLock<Arc<DescriptorShares>>,
     /// Limits the log lines about connections that wait.
     waits: Mutex<FailureLog>,
     leak_detector: Arc<LeakDetector>,
@@ -94,6 +101,7 @@ impl NodeRegistry {
             failures: Mutex::default(),
             has_connected: AtomicBool::new(false),
             shares: EndpointShares::default(),
+            descriptors: OnceLock::new(),
             waits: Mutex::default(),
             leak_detector: Arc::default(),
         })
@@ -421,8 +429,20 @@ impl NodeRegistry {
         self.shares.endpoint(key, || {
             let endpoint = self.open_endpoint(present, tenant)?;
             self.shares.forget_earlier_lives(node, present.epoch);
-            Ok(self.wrap(node, tenant, endpoint, present, policy))
+            Ok((self.wrap(node, tenant, endpoint, present, policy), self.charge_endpoint(tenant)))
         })
+    }
+
+    /// Charges an endpoint to the user of a tenant. The user has at most a few of its own, and one
+    /// for several programs, runs or sessions, which would not go on without it.
+    fn charge_endpoint(&self, tenant: Tenant) -> Option<DescriptorCharge> {
+        let shares = self.descriptors.get()?;
+        Some(shares.charge_always(tenant.0, ENDPOINT_DESCRIPTORS))
+    }
+
+    /// Charges endpoints from now on to the users of this host.
+    pub fn charge_endpoints(&self, descriptors: &Arc<DescriptorShares>) {
+        let _set_before = self.descriptors.set(Arc::clone(descriptors));
     }
 
     /// Says at intervals what connections wait for.

@@ -181,11 +181,13 @@ impl KeeperClient {
     /// Removes an item from the keeper.
     pub fn release(&self, kind: HeldKind, id: u64) {
         let mut state = self.lock();
-        if state.items.remove(&(kind, id)).is_some()
-            && send_frame(&state.socket, &Frame::Release(kind, id), &[]).is_err()
-        {
+        let removed = state.items.remove(&(kind, id));
+        if removed.is_some() && send_frame(&state.socket, &Frame::Release(kind, id), &[]).is_err() {
             self.reconnect(&mut state);
         }
+        drop(state);
+        // The last close of a userfaultfd waits for the lock of its memory.
+        drop(removed);
     }
 
     /// If the keeper has closed the connection, connects to the next keeper and sends it all items.

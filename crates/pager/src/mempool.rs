@@ -177,7 +177,8 @@ impl Mempool {
         &self.memory
     }
 
-    /// The user with this id; the same as long as a volume of it lives.
+    /// The user with this id, which is the owner of its subordinate ids; the same as long as a
+    /// volume of it lives.
     #[must_use]
     pub fn user(&self, uid: u32) -> Arc<MempoolUser> {
         let mut state = self.lock();

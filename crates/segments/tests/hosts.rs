@@ -309,6 +309,19 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
 /// Agents are restarted between the calls of hand-overs and pulls: nothing is lost, and pages that
 /// have not followed yet are found where they are now.
 #[test]
+fn many_small_segments_of_a_user_leave_room_for_those_of_another() {
+    const OTHER: u32 = TENANT + 1;
+    let cluster = Cluster::start(1);
+    let host = &cluster.hosts[0];
+    let own = name(host);
+    for id in 0..100 {
+        host.allocate(SegmentKey { tenant: TENANT, id }, PAGE as u64, &own).unwrap();
+    }
+    open(host, OTHER);
+    host.allocate(SegmentKey { tenant: OTHER, id: 0 }, PAGE as u64, &own).unwrap();
+}
+
+#[test]
 fn requests_at_the_same_moment_do_not_exceed_the_limit() {
     let cluster = Cluster::start(1);
     let host = &cluster.hosts[0];

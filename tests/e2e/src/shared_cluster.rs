@@ -42,6 +42,32 @@ impl SharedCluster {
     /// If that fails.
     #[must_use]
     pub fn up_in(environment: &[(&str, &str)], nodes: usize, options: &[&str]) -> Self {
+        Self::up_of(options, |_, words| Cluster::up_in(environment, nodes, "256M", words))
+    }
+
+    /// Starts the cluster by a shell command that executes its arguments, which `command` returns
+    /// for the folder.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn up_through(nodes: usize, command: impl FnOnce(&Path) -> String) -> Self {
+        Self::up_of(&[], |folder, words| {
+            let script = folder.join("start");
+            let command = command(folder);
+            let text = format!("#!/bin/sh\nexec {command} {} \"$@\"\n", build::binary().display());
+            std::fs::write(&script, text).expect("our own folder");
+            std::fs::set_permissions(&script, Permissions::from_mode(0o755)).expect("our own file");
+            let mut cluster = Cluster::up_by(&script, nodes, "256M", words);
+            // The script ends before the cluster.
+            cluster.set_binary(build::binary());
+            cluster
+        })
+    }
+
+    /// Copies the programs to a folder, and starts the cluster by `up`, which gets the folder and
+    /// the options.
+    fn up_of(options: &[&str], up: impl FnOnce(&Path, &[&str]) -> Cluster) -> Self {
         let folder = TempDir::with_prefix("aquifer-e2e-users-").expect("a temporary folder can be made");
         std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("our own folder");
         let checker = build::programs().join("checker");
@@ -54,7 +80,7 @@ impl SharedCluster {
         let socket = socket.to_str().expect("a plain path").to_owned();
         let mut words = vec!["--shared-socket", &socket];
         words.extend(options);
-        let cluster = Cluster::up_in(environment, nodes, "256M", &words);
+        let cluster = up(folder.path(), &words);
         Self { folder, cluster }
     }
 

@@ -1,7 +1,8 @@
 //! Descriptors whose last close waits for as long as the attacker wants, sent to the agent.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
@@ -11,8 +12,11 @@ use std::time::Duration;
 use aquifer_channel::paths::agent_socket;
 use aquifer_channel::{frame_socket, receive_frame, send_frame};
 use aquifer_ipc::{Frame, RunToken};
-use rustix::net::SocketAddrUnix;
 use rustix::net::sockopt::{Timeout, set_socket_linger, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType, sendmsg,
+    socket,
+};
 
 use crate::{fuse, identity, sys};
 
@@ -72,42 +76,94 @@ pub fn waiting_files() -> bool {
     attempts.wait()
 }
 
-/// Sends userfaultfds of a memory whose lock a process holds for ever: no signal ends the wait of
-/// their last close. The arguments are the path of a FUSE device and an empty folder. Returns
-/// whether any was sent.
+/// Userfaultfds of a memory whose lock a process holds until this is dropped: no signal ends the
+/// wait of their last close.
+pub struct LockedMemory {
+    pub userfaultfds: Vec<OwnedFd>,
+    reader: i32,
+    holder: i32,
+    _mounted: fuse::Mounted,
+    /// Closed after the end of the server, for which the close waits.
+    _direct: File,
+}
+
+impl LockedMemory {
+    /// Makes some. The paths are those of a FUSE device and of an empty folder.
+    pub fn new(device: &str, folder: &str, count: usize) -> Self {
+        let mut mounted = fuse::mount(Path::new(device), Path::new(folder));
+        let direct = File::open(Path::new(folder).join("file")).expect("the server opens it");
+        let reader = sys::fork(|| {
+            let _never = (&mounted.file).read(&mut [0; sys::PAGE]);
+        });
+        mounted.reads.read_exact(&mut [0]).expect("the server runs");
+        let (to_parent, from_child) = UnixDatagram::pair().expect("descriptors");
+        let holder = sys::fork(|| {
+            for _ in 0..count {
+                let userfaultfd = sys::userfaultfd_of_user_mode();
+                send_frame(&to_parent, &Frame::Welcome, &[userfaultfd.as_fd()]).expect("the parent receives");
+            }
+            sys::map_file(&direct);
+        });
+        let receive = |_| receive_frame(&from_child).expect("the child sends").1.pop().expect("a descriptor");
+        let userfaultfds = (0..count).map(receive).collect();
+        while !is_stuck(holder) {
+            std::thread::yield_now();
+        }
+        Self { userfaultfds, reader, holder, _mounted: mounted, _direct: direct }
+    }
+}
+
+impl Drop for LockedMemory {
+    fn drop(&mut self) {
+        sys::kill(self.reader);
+        sys::kill(self.holder);
+    }
+}
+
+/// Sends userfaultfds of a memory whose lock a process holds for ever. The arguments are the path
+/// of a FUSE device and an empty folder. Returns whether any was sent.
 pub fn locked_memories() -> bool {
     let agent = agent_socket();
     let argument = |number| std::env::args().nth(number).expect("a path");
-    let folder = argument(3);
-    let mut mounted = fuse::mount(Path::new(&argument(2)), Path::new(&folder));
-    let direct = File::open(Path::new(&folder).join("file")).expect("the server opens it");
-    let reader = sys::fork(|| {
-        let _never = (&mounted.file).read(&mut [0; sys::PAGE]);
-    });
-    mounted.reads.read_exact(&mut [0]).expect("the server runs");
-    let (to_parent, from_child) = UnixDatagram::pair().expect("descriptors");
-    let holder = sys::fork(|| {
-        for _ in 0..USERFAULTFDS {
-            let userfaultfd = sys::userfaultfd_of_user_mode();
-            send_frame(&to_parent, &Frame::Welcome, &[userfaultfd.as_fd()]).expect("the parent receives");
-        }
-        sys::map_file(&direct);
-    });
-    let receive = |_| receive_frame(&from_child).expect("the child sends").1.pop().expect("a descriptor");
-    let userfaultfds: Vec<_> = (0..USERFAULTFDS).map(receive).collect();
-    while !is_stuck(holder) {
-        std::thread::yield_now();
-    }
+    let mut memory = LockedMemory::new(&argument(2), &argument(3), USERFAULTFDS);
     let mut attempts = Attempts::default();
-    for (number, userfaultfd) in userfaultfds.into_iter().enumerate() {
+    for (number, userfaultfd) in std::mem::take(&mut memory.userfaultfds).into_iter().enumerate() {
         attempts.send(&agent, number, userfaultfd.as_fd());
         // The one in the packet is to be the last, and this close waits if none was sent.
         std::thread::spawn(move || drop(userfaultfd));
     }
-    let has_sent = attempts.wait();
-    sys::kill(reader);
-    sys::kill(holder);
-    drop(mounted);
+    attempts.wait()
+}
+
+/// Sends such userfaultfds to a cache. The arguments are the path of a FUSE device, an empty
+/// folder, and the path of the cache's socket. Returns whether any was sent.
+pub fn locked_cache() -> bool {
+    let argument = |number| std::env::args().nth(number).expect("a path");
+    let mut memory = LockedMemory::new(&argument(2), &argument(3), USERFAULTFDS);
+    let cache = SocketAddrUnix::new(argument(4)).expect("a short path");
+    let mut connections = Vec::new();
+    for userfaultfd in std::mem::take(&mut memory.userfaultfds) {
+        let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("a socket");
+        set_socket_timeout(&socket, Timeout::Send, Some(CONNECT_TIMEOUT)).expect("a socket");
+        if rustix::net::connect(&socket, &cache).is_err() {
+            break;
+        }
+        let descriptors = [userfaultfd.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+        let request = [IoSlice::new(b"version\r\n")];
+        if sendmsg(&socket, &request, &mut ancillary, SendFlags::NOSIGNAL).is_ok() {
+            connections.push(socket);
+        }
+        // The one in the packet is to be the last, and this close waits if none was sent.
+        std::thread::spawn(move || drop(userfaultfd));
+    }
+    let has_sent = !connections.is_empty();
+    // The queues are closed by the cache.
+    drop(connections);
+    println!("sent");
+    let _end = std::io::stdin().read(&mut [0]);
     has_sent
 }
 

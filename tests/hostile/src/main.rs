@@ -1,11 +1,13 @@
 //! A hostile program of an ordinary user: `attacker ATTACK`. It exits with 0 if the attack was
 //! repelled, and prints what the agent answered.
 
+mod changed_user;
 mod control;
 mod descriptors;
 mod exhaustion;
 mod fuse;
 mod identity;
+mod segments;
 mod stranger;
 mod sys;
 
@@ -17,6 +19,9 @@ fn main() -> ExitCode {
         "foreign-userfaultfd" => identity::foreign_userfaultfd(),
         "clear-nonblocking" => identity::clear_nonblocking(),
         "hold-up-monitors" => identity::hold_up_monitors(),
+        "changed-user" => changed_user::changed_user(),
+        "locked-segments" => segments::locked_segments(),
+        "locked-cache" => descriptors::locked_cache(),
         "locked-memories" => descriptors::locked_memories(),
         "lingering-sockets" => descriptors::lingering_sockets(),
         "inherited-file" => descriptors::inherited_file(),
@@ -24,6 +29,7 @@ fn main() -> ExitCode {
         "overwrite-control" => control::overwrite(),
         "overwrite-control-and-wait" => control::overwrite_and_wait(),
         "fill" => exhaustion::fill(),
+        "use-up-descriptors" => exhaustion::use_up_descriptors(),
         "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),
         _ => panic!("there is no attack {attack}"),

@@ -143,3 +143,10 @@ fn steal(pid: i32, fd: i32) -> Option<OwnedFd> {
         i32::try_from(stolen).ok().filter(|fd| *fd >= 0).map(|fd| OwnedFd::from_raw_fd(fd))
     }
 }
+
+/// Lets this process have as many descriptors as it may.
+pub fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).expect("up to the hard limit");
+}

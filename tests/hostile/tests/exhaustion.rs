@@ -1,6 +1,7 @@
 //! Attacks on the memory and the descriptors of the agent: the attacker is ended, the agent serves.
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::Stdio;
 
 use aquifer_tests_e2e::cluster::{find, text};
@@ -8,6 +9,11 @@ use aquifer_tests_e2e::{SharedCluster, eventually};
 use serde_json::Value;
 
 use crate::user::{ANNE, Attack, MALLORY, Victim};
+
+/// Descriptors of each daemon of a small cluster.
+const DESCRIPTORS: usize = 1024;
+/// The first of the subordinate ids of the hostile user.
+const SUBORDINATE: u32 = 700_000;
 
 #[test]
 fn a_page_table_cannot_outgrow_the_limit() {
@@ -18,6 +24,48 @@ fn a_page_table_cannot_outgrow_the_limit() {
     victim.0.cluster.assert_all_free();
     let another = victim.0.command(MALLORY, &["run", "--local", "24M", "--", "true"]).output();
     assert!(another.expect("setpriv can be started").status.success(), "the agent serves on");
+}
+
+/// A cluster of daemons that can have few descriptors, on a machine where ids belong to the hostile
+/// user.
+fn small_victim() -> Victim {
+    let start = |folder: &Path| {
+        let ranges = folder.join("subuid");
+        std::fs::write(&ranges, format!("{MALLORY}:{SUBORDINATE}:65536\n")).expect("our own folder");
+        let mount = format!("mount --bind {} /etc/subuid", ranges.display());
+        format!(
+            "unshare --mount sh -c '{mount} && exec \"$0\" \"$@\"' prlimit --nofile={DESCRIPTORS} \
+             setpriv --bounding-set=-sys_resource"
+        )
+    };
+    Victim::of(SharedCluster::up_through(2, start))
+}
+
+/// Checks that another user's program runs while users take all that they get of the agent.
+fn leave_descriptors(users: &[u32]) {
+    let victim = small_victim();
+    let attack = |user: &u32| Attack::start(&mut victim.attacker_as(*user, "use-up-descriptors"));
+    let attacks: Vec<_> = users.iter().map(attack).collect();
+    let checker = victim.0.path("checker");
+    let checker = checker.to_str().expect("a plain path");
+    let options = ["run", "--local", "16M", "--", checker, "pages", "--bytes", "40M", "--rounds", "1"];
+    let output = victim.0.command(ANNE, &options).output().expect("setpriv can be started");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    attacks.into_iter().for_each(Attack::end);
+    eventually("the share to be free again", || {
+        let again = victim.0.command(MALLORY, &["run", "--local", "24M", "--", "true"]).output();
+        again.expect("setpriv can be started").status.success().then_some(())
+    });
+}
+
+#[test]
+fn a_user_leaves_descriptors_of_the_agent_to_others() {
+    leave_descriptors(&[MALLORY]);
+}
+
+#[test]
+fn a_user_has_one_share_with_all_of_its_ids() {
+    leave_descriptors(&[MALLORY, SUBORDINATE, SUBORDINATE + 1, SUBORDINATE + 2]);
 }
 
 #[test]

@@ -1,8 +1,11 @@
 //! A hostile user against the agent of root. These tests need root: they fail without it.
 
+mod cache;
+mod changed_user;
 mod control;
 mod descriptors;
 mod exhaustion;
 mod identity;
+mod segments;
 mod stranger;
 mod user;

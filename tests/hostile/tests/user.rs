@@ -47,7 +47,12 @@ impl Victim {
 
     /// The attacker, as a plain process.
     pub fn attacker(&self, attack: &str) -> Command {
-        let mut command = self.0.plain_command(MALLORY, &self.0.path("attacker"));
+        self.attacker_as(MALLORY, attack)
+    }
+
+    /// The attacker under another id.
+    pub fn attacker_as(&self, uid: u32, attack: &str) -> Command {
+        let mut command = self.0.plain_command(uid, &self.0.path("attacker"));
         command.arg(attack).env("AQUIFER_AGENT", self.0.path("agent.sock"));
         command
     }

@@ -37,14 +37,20 @@ pub(super) struct SessionThread {
 }
 
 impl SessionThread {
-    /// Connects to the nodes and resumes from the book.
-    pub(super) fn new(service: &SessionService, shared: Arc<SharedSession>, parts: SessionParts) -> Self {
+    /// Connects to the nodes and resumes from the book. The extents count to the account of
+    /// `owner`.
+    pub(super) fn new(
+        service: &SessionService,
+        shared: Arc<SharedSession>,
+        parts: SessionParts,
+        owner: u32,
+    ) -> Self {
         let SessionParts { ring, book, process } = parts;
         let tenant = Tenant(shared.record.tenant);
         let memory = Arc::clone(&ring.words().0);
         let connector = Arc::clone(&service.connector);
         let pool = ConnectedPool::new(connector, tenant, service.quota_bytes, memory, service.started);
-        let session = SessionCore::new(pool, book, service.accounts.of(tenant));
+        let session = SessionCore::new(pool, book, service.accounts.of(Tenant(owner)));
         Self {
             shared,
             ring,

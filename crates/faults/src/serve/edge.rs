@@ -28,7 +28,7 @@ use super::process::{ProgramProcess, ProofError, UnprovenProcess, has_ended};
 use super::program::Program;
 use super::records::{HelloRecord, ProgramRecord};
 use super::run::Run;
-use super::unserved::UnservedMemory;
+use super::unserved::{UNSERVED_DESCRIPTORS, UnservedMemory};
 use crate::areas::{Area, Areas};
 use crate::journal::{Journal, PersistentRanges};
 use crate::kernel::{
@@ -293,7 +293,13 @@ impl ProcessEdge {
         let service = self.run.service.upgrade().expect("the service outlives its programs");
         let canary = Canary { number: service.next_program(), ..self.canary() };
         let tenant = self.run.tenant();
-        service.unserved.add(&service, UnservedMemory::new(uffd, canary, tenant, false));
+        match service.agent.descriptors().charge_reserved(tenant, UNSERVED_DESCRIPTORS) {
+            Ok(descriptors) => {
+                let memory = UnservedMemory::new(uffd, canary, tenant, false, descriptors);
+                service.unserved.add(&service, memory);
+            }
+            Err(error) => tracing::error!(%error, tenant, "closing the userfaultfd of a forked child"),
+        }
     }
 
     fn exit_watcher(&self) -> io::Result<Arc<ProgramExitWatcher>> {

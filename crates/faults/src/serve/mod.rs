@@ -19,7 +19,6 @@ mod backoff;
 mod canary;
 mod core_follower;
 mod count;
-mod descriptors;
 mod edge;
 mod excess;
 mod exit_watcher;
@@ -55,13 +54,13 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_channel::HoldRefused;
+use aquifer_channel::descriptor_shares::{DescriptorShares, ShareExceeded};
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES};
 use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
 
 pub use attach::AttachError;
-pub use descriptors::{CONNECTION_DESCRIPTORS, DescriptorCount, SESSION_DESCRIPTORS, descriptors_max};
 pub use pool_shares::PoolLimits;
 pub use program::Program;
 pub use restore::RestoredRun;
@@ -71,8 +70,10 @@ pub use run::{Run, RunOwner};
 const NO_PROGRAM: u64 = 0;
 /// Most runs that one agent serves at once.
 pub const RUNS_MAX: usize = 4096;
-/// Most runs of one user at once.
+/// Most runs of one user at once, with all of its subordinate ids.
 pub const RUNS_PER_TENANT_MAX: usize = 1024;
+/// Descriptors of a run without programs: slabs, wake-ups, its owner, and for its threads.
+const RUN_DESCRIPTORS: usize = 12;
 
 /// What helps if the pool is full while a cluster runs; the end of an error message.
 pub const MORE_MEMORY_ADVICE: &str = "start another memory node (aquifer node --id NUMBER --memory SIZE), \
@@ -100,8 +101,8 @@ pub enum OpenRunError {
     #[error("user {0} has {RUNS_PER_TENANT_MAX} runs already: end some first")]
     TooManyRunsOfTenant(u32),
     /// The tenant has its share of the agent's descriptors.
-    #[error("user {0} has its share of this agent's descriptors: end some of its runs or sessions first")]
-    TooManyDescriptors(u32),
+    #[error(transparent)]
+    TooManyDescriptors(#[from] ShareExceeded),
     /// The keeper does not hold the run.
     #[error(transparent)]
     NotHeld(#[from] HoldRefused),
@@ -159,6 +160,9 @@ pub trait AgentServices: Send + Sync + Debug {
 
     /// Why a node cannot be connected to; `None` if all can, as far as is known.
     fn connection_failure(&self) -> Option<String>;
+
+    /// The descriptors of the agent, to which whatever users have in it is charged.
+    fn descriptors(&self) -> &Arc<DescriptorShares>;
 
     /// Serves hellos and requests for the device at a socket, for some time.
     fn serve_knock_socket(&self, socket: KnockSocket);
@@ -245,17 +249,15 @@ impl PagingService {
         if !(1..=REPLICAS_MAX).contains(&replicas) {
             return Err(OpenRunError::Replicas(replicas));
         }
-        if !self.descriptors().may_have(tenant, descriptors::RUN_DESCRIPTORS, descriptors_max()) {
-            return Err(OpenRunError::TooManyDescriptors(tenant));
-        }
+        let descriptors = self.agent.descriptors().charge(tenant, RUN_DESCRIPTORS)?;
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
             return Err(OpenRunError::TooManyRuns);
         }
-        if runs.values().filter(|run| run.tenant() == tenant).count() >= RUNS_PER_TENANT_MAX {
+        if runs.values().filter(|run| run.id_owner() == descriptors.owner()).count() >= RUNS_PER_TENANT_MAX {
             return Err(OpenRunError::TooManyRunsOfTenant(tenant));
         }
-        let run = Run::open(self, open, owner, tenant)?;
+        let run = Run::open(self, open, owner, tenant, descriptors)?;
         runs.insert(run.token(), Arc::clone(&run));
         drop(runs);
         // A new user has a guarantee of blocks.

@@ -5,7 +5,8 @@
 //! largest waits first, and what is freed goes to the others. A run's user counts before the run.
 //!
 //! Each user with a run has a *pool share*. Other users leave free what it lacks of it, and the
-//! share of the next user that comes. A user that has less need not leave anything.
+//! share of the next user that comes. A user that has less need not leave anything. A user is the
+//! owner of user ids here: one with many subordinate ids has one share.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -38,7 +39,8 @@ pub struct PoolLimits {
 /// What the programs of one user have on memory nodes.
 #[derive(Debug)]
 struct UserBytes {
-    tenant: u32,
+    /// The owner of the user ids.
+    owner: u32,
     bytes: AtomicU64,
 }
 
@@ -61,7 +63,7 @@ impl Holding {
 
     /// By this the holdings are ordered. Of two that have the same, the older one has less.
     fn size(&self) -> (u64, u32, u64, u64) {
-        (self.user_bytes(), self.user.tenant, self.bytes(), self.run)
+        (self.user_bytes(), self.user.owner, self.bytes(), self.run)
     }
 }
 
@@ -83,11 +85,11 @@ impl PoolShares {
     }
 
     /// Adds a run.
-    fn join(&self, run: u64, tenant: u32) -> Arc<Holding> {
+    fn join(&self, run: u64, owner: u32) -> Arc<Holding> {
         let mut holdings = self.lock();
-        let user = holdings.iter().find(|other| other.user.tenant == tenant);
+        let user = holdings.iter().find(|other| other.user.owner == owner);
         let user = user.map_or_else(
-            || Arc::new(UserBytes { tenant, bytes: AtomicU64::new(0) }),
+            || Arc::new(UserBytes { owner, bytes: AtomicU64::new(0) }),
             |other| Arc::clone(&other.user),
         );
         let holding = Arc::new(Holding { run, bytes: AtomicU64::new(0), user });
@@ -149,11 +151,11 @@ impl PoolShares {
 
     /// Bytes that other users lack of their shares, with the share of the next user.
     fn others_shares(&self, user: &Arc<UserBytes>, share: u64) -> u64 {
-        let mut seen = vec![user.tenant];
+        let mut seen = vec![user.owner];
         let mut lacking = if self.limits.serves_all_users { share } else { 0 };
         for Holding { user: other, .. } in self.lock().iter().map(|holding| &**holding) {
-            if !seen.contains(&other.tenant) {
-                seen.push(other.tenant);
+            if !seen.contains(&other.owner) {
+                seen.push(other.owner);
                 lacking += share.saturating_sub(other.bytes.load(Relaxed));
             }
         }
@@ -190,13 +192,13 @@ impl PoolShare {
     pub fn over_quota(&self) -> String {
         format!(
             "the programs of user {} have their quota on memory nodes ({})",
-            self.holding.user.tenant,
+            self.holding.user.owner,
             ByteSize(self.shares.limits.bytes_per_user.unwrap_or(0))
         )
     }
 
-    pub fn join(shares: &Arc<PoolShares>, run: u64, tenant: u32) -> Self {
-        let holding = shares.join(run, tenant);
+    pub fn join(shares: &Arc<PoolShares>, run: u64, owner: u32) -> Self {
+        let holding = shares.join(run, owner);
         let (shares, refreshed) = (Arc::clone(shares), Instant::now());
         // Found out in the first turn.
         let generation = shares.generation().wrapping_sub(1);

@@ -7,17 +7,18 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::R
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use aquifer_channel::descriptor_shares::{DescriptorCharge, ShareExceeded};
 use aquifer_channel::kill::kill_as;
 use aquifer_ipc::{HeldKind, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{PAGE_BYTES, PageNumber, Volume};
 use aquifer_report::ProgramStatistics;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
+use super::PagingService;
 use super::attach::AttachError;
 use super::attachment::Attachment;
 use super::canary::{Canary, Nonce, new_nonce};
 use super::count::shared_bytes;
-use super::descriptors::{PROGRAM_DESCRIPTORS, descriptors_max};
 use super::edge::ProcessEdge;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::interrupt;
@@ -25,7 +26,7 @@ use super::monitor_thread::spawn;
 use super::process::{ProgramProcess, UnprovenProcess, has_ended};
 use super::run::{PROGRAMS_MAX, Run};
 use super::sampler;
-use super::unserved::UnservedMemory;
+use super::unserved::{UNSERVED_DESCRIPTORS, UnservedMemory};
 use crate::areas::{Area, Areas};
 use crate::edge::SenderEvent;
 use crate::journal::Journal;
@@ -35,6 +36,9 @@ use crate::monitor::Monitor;
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 use crate::worker::ControlMemory;
+
+/// Descriptors of a program, and for its thread.
+pub(super) const PROGRAM_DESCRIPTORS: usize = 16;
 
 /// A request of another thread to a program's monitor.
 #[derive(Debug)]
@@ -51,6 +55,7 @@ pub struct Program {
     pub(crate) id: u64,
     /// The nonce of its canary.
     pub(crate) nonce: Nonce,
+    _descriptors: DescriptorCharge,
     process: OnceLock<ProgramProcess>,
     pub(crate) stats: Arc<FaultStats>,
     /// Resident pages that the monitor controls.
@@ -74,7 +79,9 @@ pub struct Program {
     /// Whether faults wait for the sender or for room.
     pub(crate) has_pending_faults: AtomicBool,
     pub(super) wakeup: OwnedFd,
-    uffd: OnceLock<Userfaultfd>,
+    /// `None` before it is shared, and from the removal of the program on: threads that serve other
+    /// users may have this struct longer, and must not close the userfaultfd.
+    uffd: Mutex<Option<Userfaultfd>>,
     /// Whether the program has named the shim's memory in its hello. Before that no area may be
     /// registered: one may be the worker's stack, and a worker that faults on its own memory
     /// waits for itself.
@@ -97,10 +104,11 @@ pub struct Program {
 }
 
 impl Program {
-    fn new(id: u64, nonce: Nonce) -> io::Result<Self> {
+    fn new(id: u64, nonce: Nonce, descriptors: DescriptorCharge) -> io::Result<Self> {
         Ok(Self {
             id,
             nonce,
+            _descriptors: descriptors,
             process: OnceLock::new(),
             stats: Arc::new(FaultStats::default()),
             held: AtomicU64::new(0),
@@ -117,7 +125,7 @@ impl Program {
             is_asleep: AtomicBool::new(false),
             has_pending_faults: AtomicBool::new(false),
             wakeup: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            uffd: OnceLock::new(),
+            uffd: Mutex::new(None),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
             user_at_fork: AtomicU32::new(u32::MAX),
@@ -204,7 +212,7 @@ impl Program {
     /// A part of a mapping must not stay unregistered: the kernel moves no range of two mappings.
     /// Anything private that was mapped in the room since is served, too, as if it had grown.
     pub(crate) fn register_early(&self, area: Area, room: PageNumber) {
-        let Some(uffd) = self.uffd.get() else { return };
+        let Some(uffd) = lock(&self.uffd).clone() else { return };
         let registered = uffd.register(area.start, room).or_else(|_| uffd.register(area.start, area.end));
         if let Err(error) = registered {
             tracing::debug!(%error, ?area, "cannot register an area: it has changed");
@@ -231,7 +239,7 @@ impl Program {
 
     /// Gives other threads access to the userfaultfd, see [`Self::register_early`].
     pub(crate) fn share_uffd(&self, uffd: &Userfaultfd) {
-        let _ = self.uffd.set(uffd.clone());
+        *lock(&self.uffd) = Some(uffd.clone());
     }
 
     pub(crate) fn report(&self) -> ProgramStatistics {
@@ -407,8 +415,8 @@ pub(crate) fn serve_root(
     if hellos >= PROGRAMS_PER_PROCESS_MAX {
         return Err(AttachError::TooManyHellos(hellos));
     }
-    check_share(run)?;
-    let program = new_program(run, service.next_program(), new_nonce()?)?;
+    let descriptors = charge(&service, run).map_err(io::Error::other)?;
+    let program = new_program(run, service.next_program(), new_nonce()?, descriptors)?;
     or_remove(run, &program, || {
         program.attached(&attachment.hello);
         let mempool = Arc::clone(&service.mempool);
@@ -442,7 +450,8 @@ pub(crate) struct ForkedProgram {
 pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgram) -> io::Result<()> {
     let ForkedProgram { uffd, mut volume, areas, origin, has_fork_advice, user } = forked;
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let added = check_share(run).and_then(|()| new_program(run, service.next_program(), new_nonce()?));
+    let charged = charge(&service, run).map_err(io::Error::other);
+    let added = charged.and_then(|charge| new_program(run, service.next_program(), new_nonce()?, charge));
     let program = added.inspect_err(|_| volume.close())?;
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
@@ -457,23 +466,23 @@ pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgra
     })
 }
 
-/// Checks that the user of a run may have another program.
-fn check_share(run: &Run) -> io::Result<()> {
-    let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let tenant = run.tenant();
-    if service.descriptors().may_have(tenant, PROGRAM_DESCRIPTORS, descriptors_max()) {
-        return Ok(());
-    }
-    Err(io::Error::other(format!("user {tenant} has its share of this agent's descriptors")))
+/// Charges another program to the user of a run.
+fn charge(service: &PagingService, run: &Run) -> Result<DescriptorCharge, ShareExceeded> {
+    service.agent.descriptors().charge(run.tenant(), PROGRAM_DESCRIPTORS)
 }
 
 /// Adds a program to a run.
 ///
 /// # Errors
 /// If the run has too many, or the system refuses.
-pub(crate) fn new_program(run: &Arc<Run>, id: u64, nonce: Nonce) -> io::Result<Arc<Program>> {
+pub(crate) fn new_program(
+    run: &Arc<Run>,
+    id: u64,
+    nonce: Nonce,
+    descriptors: DescriptorCharge,
+) -> io::Result<Arc<Program>> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let program = Arc::new(Program::new(id, nonce)?);
+    let program = Arc::new(Program::new(id, nonce, descriptors)?);
     if !run.add(&program) {
         return Err(io::Error::other(format!("the run has {PROGRAMS_MAX} processes already")));
     }
@@ -493,6 +502,7 @@ fn or_remove<E>(
 
 /// Removes a program from its run, the exit watcher and the keeper.
 fn forget_program(run: &Run, program: &Program) {
+    let _closed_at_last = lock(&program.uffd).take();
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.unwatch(program.id);
         service.agent.remove_from_keeper(HeldKind::Program, program.id);
@@ -505,13 +515,15 @@ fn forget_program(run: &Run, program: &Program) {
 /// Its memory may still exist: a thread that has been killed has not ended yet, and another process
 /// may share the memory. Then the userfaultfd stays open, and with it the keeper's.
 pub(super) fn remove_program(run: &Run, program: &Program) {
+    let uffd = lock(&program.uffd).take();
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.unwatch(program.id);
         let (canary, tenant) = (program.canary(), run.tenant());
-        match program.uffd.get() {
-            Some(uffd) if canary.fill(uffd).stop != Some(FillStop::Ended) => {
-                let uffd = uffd.clone();
-                service.unserved.add(&service, UnservedMemory::new(uffd, canary, tenant, true));
+        match uffd {
+            Some(uffd) if canary.fill(&uffd).stop != Some(FillStop::Ended) => {
+                let descriptors = service.agent.descriptors().charge_always(tenant, UNSERVED_DESCRIPTORS);
+                let memory = UnservedMemory::new(uffd, canary, tenant, true, descriptors);
+                service.unserved.add(&service, memory);
             }
             _ => service.agent.remove_from_keeper(HeldKind::Program, program.id),
         }

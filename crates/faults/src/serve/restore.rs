@@ -11,22 +11,24 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::descriptor_shares::THREAD_DESCRIPTORS;
 use aquifer_channel::kill::kill_as;
+use aquifer_channel::owners;
 use aquifer_channel::{RestoredItem, send_frame};
 use aquifer_ipc::{Frame, HeldKind};
 use aquifer_pager::{BlockId, Budget, Memory, Mempool, REPLICAS_MAX, SlabSet};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::PagingService;
 use super::attachment::{Attachment, shut_down};
 use super::canary::Canary;
 use super::edge::ProcessEdge;
 use super::monitor_thread::spawn;
 use super::process::{KeptProcess, ProgramProcess, has_ended};
-use super::program::{Program, new_program};
+use super::program::{PROGRAM_DESCRIPTORS, Program, new_program};
 use super::records::{ProgramRecord, RunRecord, decode};
 use super::run::{Run, RunOwner};
-use super::unserved::UnservedMemory;
+use super::unserved::{UNSERVED_DESCRIPTORS, UnservedMemory, close_in_thread};
+use super::{PagingService, RUN_DESCRIPTORS};
 use crate::kernel::FillStop;
 use crate::monitor::{EvictionBatch, Monitor};
 use crate::pagemap;
@@ -133,7 +135,10 @@ impl PagingService {
         slabs.finish_recovery();
         let kept = Arc::clone(&slabs);
         let socket = Arc::clone(&owner.socket);
-        let run = match Run::start(self, id, &record, slabs, budget, owner) {
+        // With the connection of its owner.
+        let count = RUN_DESCRIPTORS + THREAD_DESCRIPTORS;
+        let descriptors = self.agent.descriptors().charge_always(record.tenant, count);
+        let run = match Run::start(self, id, &record, slabs, budget, owner, descriptors) {
             Ok(run) => run,
             Err(error) => {
                 // The keeper still holds all of it, so another agent can resume it.
@@ -179,7 +184,9 @@ impl PagingService {
         for UnservableProgram { id, pidfd, tenant, memory, .. } in programs {
             match (memory, pidfd) {
                 (Some((uffd, canary)), _) => {
-                    self.unserved.add(self, UnservedMemory::new(uffd, canary, tenant, true));
+                    let descriptors = self.agent.descriptors().charge_always(tenant, UNSERVED_DESCRIPTORS);
+                    let memory = UnservedMemory::new(uffd, canary, tenant, true, descriptors);
+                    self.unserved.add(self, memory);
                 }
                 (None, Some(pidfd)) if is_ready(&pidfd, DEATH_TIMEOUT) => {
                     self.agent.remove_from_keeper(HeldKind::Program, id);
@@ -257,7 +264,7 @@ impl RecoveringRun {
             id: kept.item.id,
             owner: RunOwner::restore(owner, record.owner_pid, fds.next()),
             slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?, record.replicas)),
-            budget: Arc::new(Budget::of_user(record.limit_bytes, mempool.user(record.tenant))),
+            budget: Arc::new(Budget::of_user(record.limit_bytes, mempool.user(owners::owner(record.tenant)))),
             record,
             programs: Vec::new(),
             resumable: Vec::new(),
@@ -293,6 +300,8 @@ impl RecoveringRun {
                     self.fail("a program of it was killed together with the agent while it forked".into());
                 }
                 service.agent.remove_from_keeper(HeldKind::Program, id);
+                // That it has ended may be what a hostile program says.
+                close_in_thread(program);
                 continue;
             }
             let unservable = program.to_unservable();
@@ -436,7 +445,8 @@ impl ResumableProgram {
     fn start(self, service: &PagingService, run: &Arc<Run>) -> io::Result<()> {
         let Self { id, pid, record, uffd, worker, process, taken } = self;
         let TakenProgram { journal, unapplied, pages } = taken;
-        let program = new_program(run, id, record.nonce)?;
+        let descriptors = service.agent.descriptors().charge_always(run.tenant(), PROGRAM_DESCRIPTORS);
+        let program = new_program(run, id, record.nonce, descriptors)?;
         let start = || {
             program.set_bounds(&record.bounds());
             program.is_attached.store(record.hello.is_some(), SeqCst);

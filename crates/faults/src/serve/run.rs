@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use aquifer_channel::HoldRefused;
+use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_channel::kill::kill_all_as;
 use aquifer_channel::peer::{peer_credentials, peer_pidfd};
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
@@ -58,6 +59,7 @@ pub struct Run {
     token: RunToken,
     name: String,
     tenant: u32,
+    descriptors: DescriptorCharge,
     outlives_owner: bool,
     is_strict: bool,
     wait_for_room_ms: Option<u64>,
@@ -93,6 +95,7 @@ impl Run {
         open: &OpenRun,
         owner: RunOwner,
         tenant: u32,
+        descriptors: DescriptorCharge,
     ) -> Result<Arc<Self>, OpenRunError> {
         let OpenRun { limit_bytes, outlives_owner, is_strict, wait_for_room_ms, .. } = *open;
         let replicas = usize::try_from(open.replicas).map_err(std::io::Error::other)?;
@@ -110,9 +113,9 @@ impl Run {
             wait_for_room_ms,
             owner_pid: Some(owner.pid),
         };
-        let budget = Arc::new(Budget::of_user(limit_bytes, service.mempool.user(tenant)));
+        let budget = Arc::new(Budget::of_user(limit_bytes, service.mempool.user(descriptors.owner())));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
-        let run = Self::start(service, id, &record, slabs, budget, owner)?;
+        let run = Self::start(service, id, &record, slabs, budget, owner, descriptors)?;
         run.put_record_in_keeper().inspect_err(|_| run.close())?;
         Ok(run)
     }
@@ -142,15 +145,18 @@ impl Run {
         slabs: Arc<SlabSet>,
         budget: Arc<Budget>,
         owner: RunOwner,
+        descriptors: DescriptorCharge,
     ) -> std::io::Result<Arc<Self>> {
         let token = record.token()?;
         let seed = u64::from_le_bytes(token.0[..8].try_into().expect("8 bytes"));
-        let sender = SenderThread::start(service, Arc::clone(&slabs), id, record.tenant, seed)?;
+        let user = (record.tenant, descriptors.owner());
+        let sender = SenderThread::start(service, Arc::clone(&slabs), id, user, seed)?;
         Ok(Arc::new(Self {
             id,
             token,
             name: record.name.clone(),
             tenant: record.tenant,
+            descriptors,
             outlives_owner: record.outlives_owner,
             is_strict: record.is_strict,
             wait_for_room_ms: record.wait_for_room_ms,
@@ -224,6 +230,11 @@ impl Run {
     #[must_use]
     pub fn tenant(&self) -> u32 {
         self.tenant
+    }
+
+    /// The owner of the user's id, with whose runs this one is counted.
+    pub(crate) fn id_owner(&self) -> u32 {
+        self.descriptors.owner()
     }
 
     /// The secret that admits programs to the run.

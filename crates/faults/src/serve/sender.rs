@@ -108,12 +108,13 @@ pub(crate) struct SenderThread {
 }
 
 impl SenderThread {
-    /// Registers the slabs as a ledger and starts the thread.
+    /// Registers the slabs as a ledger and starts the thread, for a user and the owner of its user
+    /// id.
     pub(crate) fn start(
         service: &Arc<PagingService>,
         slabs: Arc<SlabSet>,
         run: u64,
-        tenant: u32,
+        (tenant, owner): (u32, u32),
         seed: u64,
     ) -> std::io::Result<Self> {
         let shared = {
@@ -125,11 +126,11 @@ impl SenderThread {
         let mempool = Arc::clone(&service.mempool);
         let agent = Arc::clone(&service.agent);
         let for_thread = Arc::clone(&shared);
-        let share = PoolShare::join(&service.pool_shares, run, tenant);
+        let share = PoolShare::join(&service.pool_shares, run, owner);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
             let node_joiner = NodeJoiner::new(agent.connector(tenant));
             let mut sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
-            sender.set_mempool_user(&mempool.user(tenant));
+            sender.set_mempool_user(&mempool.user(owner));
             let send_loop = SendLoop::new(sender, mempool);
             let now = Instant::now();
             SenderTurns { send_loop, shared: for_thread, share, probed: now, busy: now, node_joiner, agent }

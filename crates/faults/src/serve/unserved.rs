@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_channel::kill::kill_as;
 use aquifer_ipc::HeldKind;
 
@@ -26,6 +27,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Most such memories of one tenant. Of further ones the userfaultfd is closed, because a program
 /// that is to end must not use up the descriptors of others.
 const PER_TENANT_MAX: usize = 1024;
+/// Descriptors of such a memory, and for the threads of its tenant.
+pub(super) const UNSERVED_DESCRIPTORS: usize = 4;
 
 /// All such memory.
 #[derive(Debug)]
@@ -47,6 +50,7 @@ pub(super) struct UnservedMemory {
     is_killing: Arc<AtomicBool>,
     /// Whether a fault that another agent has read must be reported once more.
     must_wake: bool,
+    _descriptors: DescriptorCharge,
 }
 
 impl Default for UnservedMemories {
@@ -80,6 +84,7 @@ impl UnservedMemories {
             if memory.is_in_keeper {
                 service.agent.remove_from_keeper(HeldKind::Program, memory.canary.number);
             }
+            close_in_thread(memory);
         }
     }
 
@@ -89,7 +94,7 @@ impl UnservedMemories {
         let mut memories = self.lock().remove(&tenant).unwrap_or_default();
         let mut forked = Vec::new();
         memories.retain_mut(|memory| {
-            let may_exist = memory.poll(&mut forked, || service.next_program());
+            let may_exist = memory.poll(&mut forked, service);
             if !may_exist && memory.is_in_keeper {
                 service.agent.remove_from_keeper(HeldKind::Program, memory.canary.number);
             }
@@ -107,6 +112,13 @@ impl UnservedMemories {
     }
 }
 
+/// Drops what has the userfaultfd of a program, in a thread: its last close waits for the lock of
+/// the memory, which a hostile program can hold for ever.
+pub(super) fn close_in_thread(value: impl Send + 'static) {
+    // If there is no thread, it is dropped here.
+    let _started = std::thread::Builder::new().name("close".into()).spawn(move || drop(value));
+}
+
 /// The loop of a tenant's thread, which ends when there is no such memory of the tenant.
 fn poll_all(service: &Weak<PagingService>, tenant: u32) {
     while let Some(service) = service.upgrade() {
@@ -121,14 +133,21 @@ fn poll_all(service: &Weak<PagingService>, tenant: u32) {
 }
 
 impl UnservedMemory {
-    pub fn new(uffd: Userfaultfd, canary: Canary, tenant: u32, is_in_keeper: bool) -> Self {
-        Self { uffd, canary, tenant, is_in_keeper, is_killing: Arc::default(), must_wake: true }
+    pub fn new(
+        uffd: Userfaultfd,
+        canary: Canary,
+        tenant: u32,
+        is_in_keeper: bool,
+        descriptors: DescriptorCharge,
+    ) -> Self {
+        let is_killing = Arc::default();
+        Self { uffd, canary, tenant, is_in_keeper, is_killing, must_wake: true, _descriptors: descriptors }
     }
 
     /// Kills the process if a fault has identified it; returns whether the memory may still exist.
     ///
     /// That of children that it has forked is appended to `forked`.
-    fn poll(&mut self, forked: &mut Vec<Self>, next_number: impl Fn() -> u64) -> bool {
+    fn poll(&mut self, forked: &mut Vec<Self>, service: &PagingService) -> bool {
         // Repeated, because the kernel refuses the fill while an event is unread.
         if self.canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
             return false;
@@ -148,8 +167,12 @@ impl UnservedMemory {
                     // Without random bytes the nonce is known: it only chooses the process to kill,
                     // with no more than the rights of the user.
                     let nonce = new_nonce().unwrap_or_default();
-                    let canary = Canary { number: next_number(), nonce, ..self.canary };
-                    forked.push(Self::new(uffd, canary, self.tenant, false));
+                    let canary = Canary { number: service.next_program(), nonce, ..self.canary };
+                    let shares = service.agent.descriptors();
+                    match shares.charge_reserved(self.tenant, UNSERVED_DESCRIPTORS) {
+                        Ok(charge) => forked.push(Self::new(uffd, canary, self.tenant, false, charge)),
+                        Err(error) => tracing::error!(%error, "closing the userfaultfd of a forked child"),
+                    }
                 }
                 _ => {}
             }

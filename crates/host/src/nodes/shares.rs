@@ -9,6 +9,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_fabric::multiplex::{Multiplexer, WeakMultiplexer};
 use aquifer_fabric::{Endpoint, EndpointError, PostError, Tenant, Work};
 use aquifer_pool::NodeId;
@@ -68,11 +69,12 @@ impl EndpointShares {
     pub fn endpoint(
         &self,
         key: ShareKey,
-        open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
+        open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let slot = Arc::clone(lock(&self.0).entry(key).or_default());
         if let Some(counted) = slot.count_own() {
-            return Ok(Box::new(OwnEndpoint { endpoint: open()?, _counted: counted }));
+            let (endpoint, charge) = open()?;
+            return Ok(Box::new(CountedEndpoint { endpoint, _counted: Some(counted), _charge: charge }));
         }
         slot.shared_endpoint(slot.failures.load(Relaxed), open)
     }
@@ -94,7 +96,7 @@ impl ShareSlot {
     fn shared_endpoint(
         &self,
         failures: u64,
-        open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
+        open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         // Held while connecting, so that users that come meanwhile share the new endpoint.
         let mut shared = lock(&self.shared);
@@ -142,7 +144,7 @@ impl SharedEndpoints {
     /// An endpoint on a shared one, which `open` opens if all have as many users as they can.
     fn endpoint(
         &mut self,
-        open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
+        open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let mut added = None;
         self.multiplexers.retain(|multiplexer| {
@@ -156,7 +158,9 @@ impl SharedEndpoints {
             return Ok(Box::new(endpoint));
         }
         let unreachable = |source| EndpointError::Unreachable { address: "a shared endpoint".into(), source };
-        let multiplexer = Multiplexer::new(open()?, USERS_MAX).map_err(unreachable)?;
+        let (endpoint, charge) = open()?;
+        let endpoint = CountedEndpoint { endpoint, _counted: None, _charge: charge };
+        let multiplexer = Multiplexer::new(Box::new(endpoint), USERS_MAX).map_err(unreachable)?;
         let broken = || unreachable(std::io::ErrorKind::ConnectionAborted.into());
         let endpoint = multiplexer.add_user().ok_or_else(broken)?;
         self.multiplexers.push(multiplexer.downgrade());
@@ -164,14 +168,19 @@ impl SharedEndpoints {
     }
 }
 
-/// An endpoint that only one user has.
+/// A new endpoint, and its descriptors, unless they are charged to no user.
+pub(super) type OpenedEndpoint = (Box<dyn Endpoint>, Option<DescriptorCharge>);
+
+/// An endpoint with what counts it.
 #[derive(Debug)]
-struct OwnEndpoint {
+struct CountedEndpoint {
     endpoint: Box<dyn Endpoint>,
-    _counted: Arc<()>,
+    /// Set if only one user has it.
+    _counted: Option<Arc<()>>,
+    _charge: Option<DescriptorCharge>,
 }
 
-impl Endpoint for OwnEndpoint {
+impl Endpoint for CountedEndpoint {
     aquifer_fabric::forward_endpoint!(
         endpoint: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, is_away,
         drain_handle
@@ -206,7 +215,7 @@ mod tests {
         let endpoint = |key| {
             let open = || {
                 opened.set(opened.get() + 1);
-                fabric.connect(node.node(), who)
+                fabric.connect(node.node(), who).map(|endpoint| (endpoint, None))
             };
             shares.endpoint(key, open).unwrap()
         };

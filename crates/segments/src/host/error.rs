@@ -1,5 +1,6 @@
 //! Why calls fail.
 
+use aquifer_channel::descriptor_shares::ShareExceeded;
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
 
@@ -114,6 +115,9 @@ pub enum SegmentError {
         /// The name of the process.
         process: String,
     },
+    /// The tenant has its share of the agent's descriptors.
+    #[error(transparent)]
+    Share(#[from] ShareExceeded),
     /// There are too many descriptors.
     #[error("cannot pass the memory of a segment on: {0}")]
     Descriptor(std::io::Error),

@@ -6,6 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_fabric::{Access, Memory, Region, Scope, Target, TargetError};
 
 use super::journal::{self, JOURNAL_BYTES, JournalEntry};
@@ -13,6 +14,9 @@ use crate::pulling::lineage::LINKS_MAX;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: u64 = 4096;
+/// Descriptors to charge for the memory of a segment: twice as many as it has, because it also has
+/// two of the target's 65,536 regions.
+pub const SEGMENT_DESCRIPTORS: usize = 8;
 
 /// The memory of a segment, which other hosts can read.
 #[derive(Debug)]
@@ -32,6 +36,7 @@ pub struct SegmentMemory {
     map_bytes: usize,
     /// That of the last entry in the journal.
     sequence: u64,
+    descriptors: DescriptorCharge,
 }
 
 impl SegmentMemory {
@@ -39,12 +44,18 @@ impl SegmentMemory {
     ///
     /// # Errors
     /// If the system or the target refuses.
-    pub fn create(target: &dyn Target, number: u64, tenant: u32, bytes: u64) -> Result<Self, TargetError> {
+    pub fn create(
+        target: &dyn Target,
+        number: u64,
+        tenant: u32,
+        bytes: u64,
+        descriptors: DescriptorCharge,
+    ) -> Result<Self, TargetError> {
         let (len, map_bytes) = lengths(bytes)?;
         let data = Memory::create("aquifer-segment", len).map_err(system)?;
         let pages_len = journal_at(map_bytes) + JOURNAL_BYTES;
         let present = Memory::create("aquifer-segment-pages", pages_len).map_err(system)?;
-        Self::register(target, (number, tenant), data, present)
+        Self::register(target, (number, tenant), data, present, descriptors)
     }
 
     /// The memory that an earlier process has left, and what it has written last in the journal;
@@ -57,13 +68,14 @@ impl SegmentMemory {
         (number, tenant): (u64, u32),
         data: OwnedFd,
         present: OwnedFd,
+        descriptors: DescriptorCharge,
     ) -> Result<(Self, Option<JournalEntry>), TargetError> {
         let data = Memory::whole(data).map_err(system)?;
         let (_, map_bytes) = lengths(data.len() as u64)?;
         let at = journal_at(map_bytes);
         let present = Memory::from_fd(present, at + JOURNAL_BYTES).map_err(system)?;
         let last = journal::read(&present, at);
-        let mut memory = Self::register(target, (number, tenant), data, present)?;
+        let mut memory = Self::register(target, (number, tenant), data, present, descriptors)?;
         let Some((sequence, entry)) = last else { return Ok((memory, None)) };
         memory.sequence = sequence;
         for (map, generation) in memory.maps.iter_mut().zip(&entry.maps) {
@@ -77,6 +89,7 @@ impl SegmentMemory {
         (number, tenant): (u64, u32),
         data: Memory,
         present: Memory,
+        descriptors: DescriptorCharge,
     ) -> Result<Self, TargetError> {
         let (_, map_bytes) = lengths(data.len() as u64)?;
         let (data, present) = (Arc::new(data), Arc::new(present));
@@ -84,7 +97,18 @@ impl SegmentMemory {
         let present_region = target.register(Arc::clone(&present), Access::READ, Scope::Anyone)?;
         let maps = [None; LINKS_MAX];
         let sequence = 0;
-        Ok(Self { number, tenant, data, present, data_region, present_region, maps, map_bytes, sequence })
+        Ok(Self {
+            number,
+            tenant,
+            data,
+            present,
+            data_region,
+            present_region,
+            maps,
+            map_bytes,
+            sequence,
+            descriptors,
+        })
     }
 
     /// The descriptors of the bytes, and of the pages and the journal.
@@ -111,6 +135,12 @@ impl SegmentMemory {
                 tracing::warn!(%error, "cannot withdraw the memory of a segment");
             }
         }
+    }
+
+    /// The owner of the tenant's user id, to which the memory counts.
+    #[must_use]
+    pub const fn owner(&self) -> u32 {
+        self.descriptors.owner()
     }
 
     /// Length in bytes.

@@ -51,7 +51,7 @@ impl HostShared {
                     && let Some(served) = &entry.served
                 {
                     // READs for some of them have ended meanwhile, and brought nothing.
-                    let _has_ended = served.faults.wake_all();
+                    served.wake_all();
                 }
             }
             Some(puller) => puller.finish(),

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::peer::{Lane, PAGES_MAX};
+use super::served::ServedFaults;
 use super::shared::{HostShared, Segment, lock};
 use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentKey};
@@ -47,7 +48,7 @@ impl HostShared {
                 }
             }
         };
-        self.carry_out_pull(segment, &entry, vec![step])
+        self.carry_out_pull(segment, &entry, vec![step], false)
     }
 
     /// Pulls pages for which threads of the program wait, and lets them go on. Those for pages that
@@ -59,7 +60,6 @@ impl HostShared {
     /// # Panics
     /// If there is no such page.
     pub(super) fn demand(&self, segment: SegmentKey, pages: &[u32]) -> Result<bool, SegmentError> {
-        let _demand = self.precedence.demand();
         let entry = self.owned(segment)?;
         let steps: Vec<Step> = {
             let mut entry = lock(&entry);
@@ -74,7 +74,7 @@ impl HostShared {
             pages.iter().filter_map(&mut demand).collect()
         };
         let are_all = steps.len() == pages.len();
-        self.carry_out_pull(segment, &entry, steps)?;
+        self.carry_out_pull(segment, &entry, steps, true)?;
         Ok(are_all)
     }
 
@@ -131,7 +131,7 @@ impl HostShared {
         };
         let began = Instant::now();
         let (are_more, bytes) = (steps.len() == pages_max as usize, steps.len() as u64 * PAGE_BYTES);
-        self.carry_out_pull(segment, &entry, steps)?;
+        self.carry_out_pull(segment, &entry, steps, false)?;
         std::thread::sleep(self.pace.charge(bytes, began).saturating_sub(began.elapsed()));
         Ok(are_more)
     }
@@ -139,11 +139,14 @@ impl HostShared {
 
 impl HostShared {
     /// Carries out what a puller has decided, until the pages are here and the program sees them.
+    ///
+    /// With `threads_wait`, pages ahead of programs wait for these READs.
     fn carry_out_pull(
         &self,
         segment: SegmentKey,
         entry: &Mutex<Segment>,
         steps: Vec<Step>,
+        threads_wait: bool,
     ) -> Result<(), SegmentError> {
         let mut pulled = Pulled::default();
         pulled.extend(steps);
@@ -154,7 +157,11 @@ impl HostShared {
             let (mut alike, others): (Vec<_>, Vec<_>) = orders.into_iter().partition(is_alike);
             pulled.orders = alike.split_off(alike.len().min(PAGES_MAX as usize));
             pulled.orders.extend(others);
-            let ends = self.read(segment, entry, &alike);
+            let ends = {
+                // Not until the program sees the pages: it can hold that up for ever.
+                let _demand = threads_wait.then(|| self.precedence.demand());
+                self.read(segment, entry, &alike)
+            };
             {
                 let mut entry = lock(entry);
                 let generation = entry.copies[0].link.generation;
@@ -288,7 +295,7 @@ impl Extend<Step> for Pulled {
 impl Pulled {
     /// Maps the pages in the program, and lets the threads go on that wait for them.
     fn show(&mut self, entry: &Mutex<Segment>) {
-        let faults = lock(entry).served.as_ref().map(|served| Arc::clone(&served.faults));
+        let faults = lock(entry).served.as_ref().and_then(ServedFaults::faults);
         let (complete, lost) = (std::mem::take(&mut self.complete), std::mem::take(&mut self.lost));
         let Some(faults) = faults else { return };
         let runs = complete.chunk_by(|page, next| *next == page + 1);

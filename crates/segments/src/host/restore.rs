@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::journal::JournalEntry;
 use super::kept::KeptSegment;
-use super::memory::SegmentMemory;
+use super::memory::{SEGMENT_DESCRIPTORS, SegmentMemory};
 use super::programs::ProcessIdentity;
 use super::shared::{HostShared, Job, Segment, lock};
 use super::{SegmentError, SegmentKey};
@@ -18,7 +18,9 @@ impl HostShared {
         for kept in kept {
             let number = kept.number;
             let holder = (number, kept.segment.tenant);
-            let recovered = SegmentMemory::recover(&self.target, holder, kept.data, kept.present);
+            let descriptors = self.descriptors.charge_always(kept.segment.tenant, SEGMENT_DESCRIPTORS);
+            let recovered =
+                SegmentMemory::recover(&self.target, holder, kept.data, kept.present, descriptors);
             if let Ok((memory, _)) = &recovered {
                 self.count_memory(memory);
             }

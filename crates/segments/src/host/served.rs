@@ -6,30 +6,45 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use aquifer_arena::PageFaults;
+use aquifer_channel::descriptor_shares::THREAD_DESCRIPTORS;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::shared::{HostShared, lock};
 use super::{SegmentError, SegmentKey};
 
-/// Most threads for one tenant, two for each segment that it can have.
-const THREADS_PER_TENANT_MAX: u32 = 2048;
-
 /// Faults that are served. Its threads end after it is dropped.
+///
+/// The last close of a userfaultfd waits for the lock of its memory, which a hostile program can
+/// hold for ever. So the thread that serves the faults has a reference until it is told to stop,
+/// and a drop of this value is never the last close.
 #[derive(Debug)]
 pub(super) struct ServedFaults {
-    pub faults: Arc<PageFaults>,
+    /// `None` only while it is dropped.
+    faults: Option<Arc<PageFaults>>,
     stop: Arc<OwnedFd>,
 }
 
 impl ServedFaults {
     fn new(faults: PageFaults) -> Result<Self, SegmentError> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| SegmentError::Thread(error.into()))?;
-        Ok(Self { faults: Arc::new(faults), stop: Arc::new(stop) })
+        Ok(Self { faults: Some(Arc::new(faults)), stop: Arc::new(stop) })
+    }
+
+    /// The faults, for requests of a thread that holds no lock when it drops them.
+    pub(super) fn faults(&self) -> Option<Arc<PageFaults>> {
+        self.faults.clone()
+    }
+
+    /// Lets all threads of the program go on that wait, so that they touch their pages again.
+    pub(super) fn wake_all(&self) {
+        // Fails if the program has ended.
+        let _has_ended = self.faults.as_ref().map(|faults| faults.wake_all());
     }
 
     fn start(&self, host: &Arc<HostShared>, segment: SegmentKey, pulls: bool) -> Result<(), SegmentError> {
         self.spawn("segment-faults", host, segment, move |host, faults, stop| {
-            serve(host, segment, faults, stop)
+            serve(host, segment, faults, stop);
+            await_stop(stop);
         })?;
         if pulls {
             self.spawn("segment-pull", host, segment, move |host, faults, stop| {
@@ -46,11 +61,17 @@ impl ServedFaults {
         segment: SegmentKey,
         run: impl FnOnce(&HostShared, &PageFaults, &OwnedFd) + Send + 'static,
     ) -> Result<(), SegmentError> {
-        let (faults, stop) = (Arc::clone(&self.faults), Arc::clone(&self.stop));
-        let serving = Serving::begin(host, segment.tenant)?;
+        let Some(faults) = self.faults() else { return Ok(()) };
+        let stop = Arc::clone(&self.stop);
+        let (host, charge) = (Arc::clone(host), host.descriptors.charge(segment.tenant, THREAD_DESCRIPTORS)?);
+        let serve = move || {
+            run(&host, &faults, &stop);
+            // This may be the last close. The thread counts until it has returned.
+            drop(faults);
+            drop(charge);
+        };
         let thread = std::thread::Builder::new().name(name.to_owned());
-        thread.spawn(move || run(&serving.host, &faults, &stop)).map_err(SegmentError::Thread)?;
-        Ok(())
+        thread.spawn(serve).map(drop).map_err(SegmentError::Thread)
     }
 }
 
@@ -58,38 +79,10 @@ impl Drop for ServedFaults {
     /// The threads end by themselves. They are not waited for: the descriptor is the program's too,
     /// which can make them wait.
     fn drop(&mut self) {
+        // Before the thread is told to stop, which has the last reference.
+        self.faults.take();
         let written = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         debug_assert!(written.is_ok(), "a counter can be incremented");
-    }
-}
-
-/// A thread that serves faults of a tenant, until it is dropped.
-struct Serving {
-    host: Arc<HostShared>,
-    tenant: u32,
-}
-
-impl Serving {
-    /// # Errors
-    /// If the tenant has too many.
-    fn begin(host: &Arc<HostShared>, tenant: u32) -> Result<Self, SegmentError> {
-        let mut serving = lock(&host.serving);
-        let count = serving.entry(tenant).or_default();
-        if *count >= THREADS_PER_TENANT_MAX {
-            return Err(SegmentError::Thread(io::Error::other("this user has too many")));
-        }
-        *count += 1;
-        Ok(Self { host: Arc::clone(host), tenant })
-    }
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        let mut serving = lock(&self.host.serving);
-        if let Some(count) = serving.get_mut(&self.tenant) {
-            *count -= 1;
-        }
-        serving.retain(|_, count| *count > 0);
     }
 }
 
@@ -97,6 +90,12 @@ impl Drop for Serving {
 fn is_userfaultfd(fd: &OwnedFd) -> bool {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
     name.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
+}
+
+/// Waits until a descriptor is readable.
+fn await_stop(stop: &OwnedFd) {
+    let mut fds = [PollFd::new(stop, PollFlags::IN)];
+    while poll(&mut fds, None) == Err(rustix::io::Errno::INTR) {}
 }
 
 /// Pulls each page that a thread of the program touches, until `stop`, or until the program has
@@ -171,7 +170,7 @@ impl HostShared {
         // seen.
         served.start(self, segment, pulls)?;
         // An earlier process of the agent may have read touches of threads that wait.
-        let _has_ended = served.faults.wake_all();
+        served.wake_all();
         entry.served = Some(served);
         entry.is_arming = false;
         entry.pulled.notify_all();

@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use aquifer_arena::SEGMENT_BYTES_MAX;
 use aquifer_arena::calls::{SegmentStatus, Tenure};
+use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::{Directory, Lease};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
-use aquifer_fabric::{ClusterKey, Host, Identity, Limits, TargetError, Tenant};
+use aquifer_fabric::{ClusterKey, Host, Identity, Limits, REGIONS_LIMIT, TargetError, Tenant};
 
 use super::SegmentKey;
 use super::answers::Handler;
@@ -27,6 +28,7 @@ use super::pace::Pace;
 use super::precedence::Precedence;
 use super::programs::ProcessIdentity;
 use super::registry::{Creation, Registry};
+use super::served::ServedFaults;
 use super::shared::{Arrival, HostShared, Segment, lock};
 use super::statistics::Statistics;
 use super::wire::MESSAGE_BYTES_MAX;
@@ -62,6 +64,8 @@ pub struct SegmentOptions {
     pub grace: Duration,
     /// The folder with the sockets of the services of this machine.
     pub sockets: PathBuf,
+    /// The descriptors of this process, which are charged to tenants.
+    pub descriptors: Arc<DescriptorShares>,
 }
 
 /// The segments of a host.
@@ -86,12 +90,20 @@ impl SegmentHost {
         keeper: Arc<dyn SegmentKeeper>,
         kept: Vec<KeptSegment>,
     ) -> Result<Self, SegmentError> {
-        let SegmentOptions { life: own, listen, ref key, bytes_per_tenant, pull_rate, grace, ref sockets } =
-            *options;
+        let SegmentOptions {
+            life: own,
+            listen,
+            ref key,
+            bytes_per_tenant,
+            pull_rate,
+            grace,
+            ref sockets,
+            ..
+        } = *options;
         let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
         let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let target =
-            TcpTarget::listen(listen.unwrap_or(local), key, TcpOptions { limits, ..TcpOptions::default() })?;
+        let tcp = TcpOptions { limits, regions_max: REGIONS_LIMIT, ..TcpOptions::default() };
+        let target = TcpTarget::listen(listen.unwrap_or(local), key, tcp)?;
         let registry = Registry::new(directory);
         let address = listen.map(|_| target.address());
         let (jobs, next_job) = channel();
@@ -111,7 +123,7 @@ impl SegmentHost {
             bytes_per_tenant,
             held_bytes: Mutex::default(),
             precedence: Precedence::default(),
-            serving: Mutex::default(),
+            descriptors: Arc::clone(&options.descriptors),
             pace: Pace::new(pull_rate),
             statistics: Statistics::default(),
             keeper,
@@ -556,7 +568,8 @@ impl SegmentHost {
         self.shared.pull_all(segment)?;
         let entry = self.owned(segment)?;
         let served = lock(&entry).served.take();
-        let _was_complete = served.map(|served| served.faults.disarm());
+        let faults = served.as_ref().and_then(ServedFaults::faults);
+        let _was_complete = faults.map(|faults| faults.disarm());
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use aquifer_arena::calls::{Answer, SegmentStatus, Tenure};
+use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
@@ -15,7 +16,7 @@ use super::arrivals::Arrivals;
 use super::copies::RestoringMemory;
 use super::journal::JournalEntry;
 use super::kept::SegmentKeeper;
-use super::memory::{PAGE_BYTES, SegmentMemory};
+use super::memory::{PAGE_BYTES, SEGMENT_DESCRIPTORS, SegmentMemory};
 use super::pace::Pace;
 use super::peer::{Lane, Peer};
 use super::precedence::Precedence;
@@ -56,11 +57,11 @@ pub(super) struct HostShared {
     pub arrivals: Arrivals,
     /// Most bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
-    /// Bytes of memory that each tenant has.
+    /// Bytes of memory that each user has, by the owner of its id.
     pub held_bytes: Mutex<BTreeMap<u32, u64>>,
     pub precedence: Precedence,
-    /// Threads that serve faults, by tenant.
-    pub serving: Mutex<BTreeMap<u32, u32>>,
+    /// The descriptors of the agent, which are charged to tenants.
+    pub descriptors: Arc<DescriptorShares>,
     pub pace: Pace,
     pub statistics: Statistics,
     /// For the worker; `None` at the end.
@@ -164,17 +165,19 @@ impl HostShared {
     /// # Errors
     /// If the tenant would have too much, or the system refuses.
     pub(super) fn new_memory(&self, segment: SegmentKey, bytes: u64) -> Result<SegmentMemory, SegmentError> {
+        let descriptors = self.descriptors.charge(segment.tenant, SEGMENT_DESCRIPTORS)?;
+        let owner = descriptors.owner();
         {
             let mut held = lock(&self.held_bytes);
-            let held = held.entry(segment.tenant).or_default();
+            let held = held.entry(owner).or_default();
             let next = held.checked_add(bytes).filter(|next| *next <= self.bytes_per_tenant);
             *held = next.ok_or(SegmentError::Limit { limit: self.bytes_per_tenant })?;
         }
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
-        let memory = match SegmentMemory::create(&self.target, number, segment.tenant, bytes) {
+        let memory = match SegmentMemory::create(&self.target, number, segment.tenant, bytes, descriptors) {
             Ok(memory) => memory,
             Err(error) => {
-                self.uncount_memory(segment.tenant, bytes);
+                self.uncount_memory(owner, bytes);
                 return Err(error.into());
             }
         };
@@ -182,7 +185,7 @@ impl HostShared {
             Ok(()) => Ok(memory),
             Err(reason) => {
                 memory.close(&self.target);
-                self.uncount_memory(segment.tenant, bytes);
+                self.uncount_memory(owner, bytes);
                 Err(SegmentError::Keeper(reason))
             }
         }
@@ -190,16 +193,16 @@ impl HostShared {
 
     /// Counts memory that was recovered to its tenant.
     pub(super) fn count_memory(&self, memory: &SegmentMemory) {
-        *lock(&self.held_bytes).entry(memory.tenant).or_default() += memory.bytes();
+        *lock(&self.held_bytes).entry(memory.owner()).or_default() += memory.bytes();
     }
 
-    fn uncount_memory(&self, tenant: u32, bytes: u64) {
+    fn uncount_memory(&self, owner: u32, bytes: u64) {
         let mut held = lock(&self.held_bytes);
-        let left = held.get(&tenant).map_or(0, |held| held.saturating_sub(bytes));
+        let left = held.get(&owner).map_or(0, |held| held.saturating_sub(bytes));
         if left == 0 {
-            held.remove(&tenant)
+            held.remove(&owner)
         } else {
-            held.insert(tenant, left)
+            held.insert(owner, left)
         };
     }
 
@@ -207,7 +210,7 @@ impl HostShared {
     pub(super) fn close_memory(&self, memory: &SegmentMemory) {
         self.keeper.release(memory.number);
         memory.close(&self.target);
-        self.uncount_memory(memory.tenant, memory.bytes());
+        self.uncount_memory(memory.owner(), memory.bytes());
     }
 
     /// The process that is open under a name.

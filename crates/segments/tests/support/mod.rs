@@ -8,6 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_directory::names::{self, HolderRecord};
 use aquifer_directory::{Directory, LeaseId};
@@ -43,7 +44,17 @@ impl Records {
         self.leases.lock().unwrap().push((host, lease.id));
         let listen = Some("127.0.0.1:0".parse().unwrap());
         let (key, grace, sockets) = (KEY, TTL, self.folder.path().to_owned());
-        let options = SegmentOptions { life, listen, key, bytes_per_tenant, pull_rate: None, grace, sockets };
+        let descriptors = DescriptorShares::of_process();
+        let options = SegmentOptions {
+            life,
+            listen,
+            key,
+            bytes_per_tenant,
+            pull_rate: None,
+            grace,
+            sockets,
+            descriptors,
+        };
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
         let own_keeper = Arc::clone(keeper) as Arc<dyn SegmentKeeper>;
         SegmentHost::start(&options, directory, lease, own_keeper, keeper.kept()).unwrap()
