@@ -6,19 +6,21 @@
 //! the connections, and a relay for each user copies bytes between them and sockets of its own,
 //! which it passes to the cache. So only the relay of the user waits.
 
-use std::collections::BTreeMap;
-use std::io::{self, IoSlice};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{self, ErrorKind, IoSlice, PipeReader, PipeWriter, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use aquifer_cache::server::Listener;
 use aquifer_channel::passrights::refuse_descriptors;
+use aquifer_channel::peer::peer_credentials;
+use aquifer_gateway::{RefusedConnections, start_child};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags,
-    SocketType, sendmsg, shutdown, socketpair, sockopt,
+    SocketType, sendmsg, shutdown, socketpair,
 };
 use rustix::process::{Signal, set_parent_process_death_signal};
 
@@ -32,6 +34,8 @@ const CONNECTIONS_MAX: usize = 1024;
 const ACCEPTS_PER_TURN_MAX: usize = 16;
 /// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Interval at which refused connections are closed while some wait.
+const CLOSER_INTERVAL: Duration = Duration::from_secs(1);
 /// Time without connections after which a relay ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes that are copied at a time.
@@ -59,17 +63,37 @@ pub fn protect(listener: Listener, is_open_to_others: bool) -> io::Result<Listen
     Ok(listener.relayed(of_cache))
 }
 
+/// The relays of all users, and the connections that none has.
+#[derive(Default)]
+struct Relays {
+    of_users: BTreeMap<u32, RelayEnd>,
+    refused: RefusedConnections,
+}
+
+/// The acceptor's end of a relay.
+struct RelayEnd {
+    connections: OwnedFd,
+    /// Gets a byte for each connection that the acceptor has no reference to any more.
+    released: PipeWriter,
+}
+
 /// Accepts connections and passes each to the relay of its user, until the cache ends.
+///
+/// This process never closes a connection for the last time: no signal ends the wait of a
+/// userfaultfd in the queue whose memory is locked.
 fn accept_all(listener: BorrowedFd<'_>, cache: &OwnedFd) {
-    let mut relays: BTreeMap<u32, OwnedFd> = BTreeMap::new();
+    let mut relays = Relays::default();
     loop {
         let mut polled = vec![
             PollFd::from_borrowed_fd(cache.as_fd(), PollFlags::empty()),
             PollFd::from_borrowed_fd(listener, PollFlags::IN),
         ];
         // Their ends are reported without being asked for.
-        polled.extend(relays.values().map(|relay| PollFd::new(relay, PollFlags::empty())));
-        if poll(&mut polled, None).is_err() {
+        let ends = relays.of_users.values();
+        polled.extend(ends.map(|relay| PollFd::new(&relay.connections, PollFlags::empty())));
+        let timeout = Timespec::try_from(CLOSER_INTERVAL).unwrap_or_default();
+        let timeout = if relays.refused.is_empty() { None } else { Some(&timeout) };
+        if poll(&mut polled, timeout).is_err() {
             continue;
         }
         let mut events = polled.iter().map(PollFd::revents).collect::<Vec<_>>().into_iter();
@@ -77,24 +101,25 @@ fn accept_all(listener: BorrowedFd<'_>, cache: &OwnedFd) {
             return;
         }
         let has_connections = events.next().is_some_and(|events| !events.is_empty());
-        relays.retain(|_, _| events.next().is_none_or(|events| events.is_empty()));
+        relays.of_users.retain(|_, _| events.next().is_none_or(|events| events.is_empty()));
         if has_connections {
             accept_some(listener, cache, &mut relays);
+        }
+        if let Err(error) = relays.refused.close() {
+            tracing::warn!(%error, "cannot close refused connections");
         }
     }
 }
 
-fn accept_some(listener: BorrowedFd<'_>, cache: &OwnedFd, relays: &mut BTreeMap<u32, OwnedFd>) {
+fn accept_some(listener: BorrowedFd<'_>, cache: &OwnedFd, relays: &mut Relays) {
     for _ in 0..ACCEPTS_PER_TURN_MAX {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match rustix::net::accept_with(listener, flags) {
             Ok(connection) => {
-                if let Err(error) = pass_on(&connection, cache, relays) {
+                if let Err((error, connection)) = relays.pass_on(connection, cache) {
                     tracing::warn!(%error, "refused a connection at the Unix socket");
-                    let _ended = shutdown(&connection, Shutdown::Both);
+                    relays.refused.add(connection);
                 }
-                // It is the last reference if the relay has ended.
-                process::close_without_lingering(connection);
             }
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
             Err(error) => {
@@ -106,31 +131,57 @@ fn accept_some(listener: BorrowedFd<'_>, cache: &OwnedFd, relays: &mut BTreeMap<
     }
 }
 
-/// Passes a connection to the relay of its user.
-fn pass_on(connection: &OwnedFd, cache: &OwnedFd, relays: &mut BTreeMap<u32, OwnedFd>) -> io::Result<()> {
-    let uid = sockopt::socket_peercred(connection)?.uid.as_raw();
-    loop {
-        if !relays.contains_key(&uid) {
-            if relays.len() >= RELAYS_MAX {
-                return Err(io::Error::other(format!("{RELAYS_MAX} users have connections")));
-            }
-            let (own, of_relay) =
-                socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-            if process::fork()? {
-                drop((own, std::mem::take(relays)));
-                set_parent_process_death_signal(Some(Signal::KILL))?;
-                Relay { cache, control: &of_relay, pairs: Vec::new(), last_used: Instant::now() }.run();
-                std::process::exit(0);
-            }
-            relays.insert(uid, own);
+impl Relays {
+    /// Passes a connection to the relay of its user.
+    fn pass_on(&mut self, connection: OwnedFd, cache: &OwnedFd) -> Result<(), (io::Error, OwnedFd)> {
+        let uid = match self.send(&connection, cache) {
+            Ok(uid) => uid,
+            Err(error) => return Err((error, connection)),
+        };
+        // It is the last reference only if the relay was killed meanwhile.
+        process::close_without_lingering(connection);
+        let relay = self.of_users.get_mut(&uid);
+        if relay.is_some_and(|relay| relay.released.write_all(&[1]).is_err()) {
+            // Without it, the relay may close all.
+            self.of_users.remove(&uid);
         }
-        match send_descriptor(&relays[&uid], connection.as_fd(), SendFlags::DONTWAIT) {
-            // It ends because it had no connections.
-            Err(Errno::PIPE | Errno::CONNRESET) => drop(relays.remove(&uid)),
-            Err(Errno::AGAIN) => return Err(io::Error::other(format!("user {uid} has too many"))),
-            sent => return Ok(sent?),
+        Ok(())
+    }
+
+    /// Sends a connection to the relay of its user. Returns the user.
+    fn send(&mut self, connection: &OwnedFd, cache: &OwnedFd) -> io::Result<u32> {
+        let uid = peer_credentials(connection)?.uid;
+        loop {
+            if !self.of_users.contains_key(&uid) {
+                if self.of_users.len() >= RELAYS_MAX {
+                    return Err(io::Error::other(format!("{RELAYS_MAX} users have connections")));
+                }
+                self.of_users.insert(uid, start_relay(cache)?);
+            }
+            let relay = &self.of_users[&uid].connections;
+            match send_descriptor(relay, connection.as_fd(), SendFlags::DONTWAIT) {
+                // It ends because it had no connections.
+                Err(Errno::PIPE | Errno::CONNRESET) => drop(self.of_users.remove(&uid)),
+                Err(Errno::AGAIN) => return Err(io::Error::other(format!("user {uid} has too many"))),
+                sent => return Ok(sent.map(|()| uid)?),
+            }
         }
     }
+}
+
+/// Starts the relay of a user.
+fn start_relay(cache: &OwnedFd) -> io::Result<RelayEnd> {
+    let flags = SocketFlags::CLOEXEC;
+    let (connections, control) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    let (releases, released) = io::pipe()?;
+    rustix::io::ioctl_fionbio(&released, true)?;
+    let kept = [cache.as_raw_fd(), control.as_raw_fd(), releases.as_raw_fd()];
+    start_child(&kept, || {
+        // It ends with the acceptor.
+        let _set = set_parent_process_death_signal(Some(Signal::KILL));
+        Relay::new(cache, control, releases).run();
+    })?;
+    Ok(RelayEnd { connections, released })
 }
 
 fn send_descriptor(socket: &OwnedFd, descriptor: BorrowedFd<'_>, flags: SendFlags) -> Result<(), Errno> {
@@ -146,19 +197,42 @@ fn send_descriptor(socket: &OwnedFd, descriptor: BorrowedFd<'_>, flags: SendFlag
 struct Relay<'a> {
     cache: &'a OwnedFd,
     /// The user's connections come here.
-    control: &'a OwnedFd,
+    control: OwnedFd,
+    /// Has a byte for each connection that the acceptor has no reference to any more. `None` once
+    /// it has none to any.
+    releases: Option<PipeReader>,
+    /// Connections that the acceptor has released, less those that were received and admitted. It
+    /// is negative while one that was lost is not released.
+    released: isize,
+    /// Connections that the acceptor may still have: if this process closed one, the acceptor could
+    /// be the last to close it.
+    received: VecDeque<OwnedFd>,
     pairs: Vec<Pair>,
     last_used: Instant,
 }
 
-impl Relay<'_> {
+impl<'a> Relay<'a> {
+    fn new(cache: &'a OwnedFd, control: OwnedFd, releases: PipeReader) -> Self {
+        Self {
+            cache,
+            control,
+            releases: Some(releases),
+            released: 0,
+            received: VecDeque::new(),
+            pairs: Vec::new(),
+            last_used: Instant::now(),
+        }
+    }
+
     fn run(mut self) {
         let mut buffer = vec![0; COPY_BYTES];
         let mut has_ended = false;
-        while !has_ended || !self.pairs.is_empty() {
-            let accepts = !has_ended && self.pairs.len() < CONNECTIONS_MAX;
+        while !has_ended || !self.received.is_empty() || !self.pairs.is_empty() {
+            let accepts = !has_ended && self.pairs.len() + self.received.len() < CONNECTIONS_MAX;
             let control = if accepts { PollFlags::IN } else { PollFlags::empty() };
-            let mut polled = vec![PollFd::new(self.control, control)];
+            let mut polled = vec![PollFd::new(&self.control, control)];
+            let releases = self.releases.as_ref();
+            polled.extend(releases.map(|releases| PollFd::new(releases, PollFlags::IN)));
             for pair in &self.pairs {
                 polled.extend(pair.polled().map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags)));
             }
@@ -167,36 +241,62 @@ impl Relay<'_> {
                 continue;
             }
             let has_connection = accepts && !polled[0].revents().is_empty();
+            let has_release = releases.is_some() && !polled[1].revents().is_empty();
             self.pairs.retain_mut(|pair| pair.copy(&mut buffer));
             if has_connection {
                 has_ended = !self.receive();
             }
-            if !self.pairs.is_empty() {
+            if has_release {
+                self.receive_releases();
+            }
+            self.admit_released();
+            if !self.pairs.is_empty() || !self.received.is_empty() {
                 self.last_used = Instant::now();
             } else if self.last_used.elapsed() >= IDLE_TIMEOUT {
                 // What was sent before is received, and then the end.
-                let _refused = shutdown(self.control, Shutdown::Read);
+                let _refused = shutdown(&self.control, Shutdown::Read);
             }
         }
     }
 
-    /// Receives a connection, and passes a socket for it to the cache. Returns false after the last
-    /// one.
+    /// Receives a connection. Returns false after the last one.
     fn receive(&mut self) -> bool {
-        let user = match aquifer_cache::server::receive_socket(self.control.as_fd()) {
-            Ok(Some(user)) => user,
+        match aquifer_cache::server::receive_socket(self.control.as_fd()) {
+            Ok(Some(user)) => self.received.push_back(user),
             Ok(None) => return false,
-            Err(_) => return true,
-        };
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-        // If the cache has ended, so does this process.
-        if let Ok((own, of_cache)) = pair
-            && send_descriptor(self.cache, of_cache.as_fd(), SendFlags::empty()).is_ok()
-        {
-            self.pairs.push(Pair { user: End::new(user), cache: End::new(own) });
+            // This process has no room for it.
+            Err(Errno::MFILE) => self.released -= 1,
+            Err(_) => {}
         }
         true
+    }
+
+    /// Receives which connections the acceptor has released.
+    fn receive_releases(&mut self) {
+        let Some(releases) = &mut self.releases else { return };
+        match releases.read(&mut [0; 256]) {
+            Ok(released @ 1..) => self.released += released.cast_signed(),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            // The acceptor has ended, or sends no more to this relay.
+            Ok(0) | Err(_) => self.releases = None,
+        }
+    }
+
+    /// Passes a socket to the cache for each connection that the acceptor has released.
+    fn admit_released(&mut self) {
+        let released = if self.releases.is_none() { isize::MAX } else { self.released.max(0) };
+        let taken = released.unsigned_abs().min(self.received.len());
+        self.released -= taken.cast_signed();
+        for user in self.received.drain(..taken) {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+            // If the cache has ended, so does this process.
+            if let Ok((own, of_cache)) = pair
+                && send_descriptor(self.cache, of_cache.as_fd(), SendFlags::empty()).is_ok()
+            {
+                self.pairs.push(Pair { user: End::new(user), cache: End::new(own) });
+            }
+        }
     }
 }
 
@@ -224,7 +324,7 @@ struct Broken;
 
 impl Drop for Pair {
     fn drop(&mut self) {
-        // This process has inherited another reference to its first connection.
+        // The user learns of it, though the close may wait.
         let _ended = shutdown(&self.user.socket, Shutdown::Both);
     }
 }
