@@ -21,7 +21,14 @@ fn serves_others(victim: &Victim) {
     }
 }
 
-/// Checks that others are served during an attack, also by the agent that replaces a killed one.
+/// Stops the cluster during an attack.
+fn stops(victim: &Victim) {
+    let output = victim.0.cluster.command().arg("down").output().expect("aquifer can be started");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+/// Checks that others are served during an attack, also by the agent that replaces a killed one,
+/// and that the cluster can be stopped.
 fn repels(victim: &Victim, attack: &mut Command) {
     repels_and_restarts(victim, attack, restart_agent);
 }
@@ -34,6 +41,7 @@ fn repels_and_restarts(victim: &Victim, attack: &mut Command, restart: impl FnOn
     serves_others(victim);
     let again = Attack::start(attack);
     serves_others(victim);
+    stops(victim);
     running.end();
     again.end();
 }

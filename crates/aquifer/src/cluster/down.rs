@@ -71,6 +71,14 @@ fn say_stopped(ended: &[(Daemon, StopOutcome)]) {
     if !killed.is_empty() {
         say_line!("These did not stop in time and were killed: {}", names(&killed));
     }
+    for (daemon, end) in ended {
+        if let StopOutcome::Unremoved(pid) = end {
+            say_line!(
+                "Process {pid} ({daemon}) does nothing more, and stays until the kernel has closed what it \
+                 had open"
+            );
+        }
+    }
 }
 
 /// Removes what a cluster leaves in its state folder, and the folder if nothing else is there.

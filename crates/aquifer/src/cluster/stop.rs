@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::time::{Duration, Instant};
 
+use aquifer_channel::exiting::is_exiting;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Signal, pidfd_send_signal};
 
@@ -16,6 +17,9 @@ use super::lock::LockHolder;
 
 /// Time that the kernel has to end killed daemons.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval at which processes are looked for that have ended but for what the kernel does. One
+/// that is found twice is left alone.
+const EXIT_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How a daemon was stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,6 +28,9 @@ pub enum StopOutcome {
     Terminated,
     /// By SIGKILL, after it had not ended in time.
     Killed,
+    /// It runs no more, but the kernel has not removed its process: it frees much memory, or waits
+    /// to close a descriptor that a user has sent.
+    Unremoved(u32),
 }
 
 /// Why daemons could not be stopped.
@@ -71,53 +78,77 @@ impl fmt::Display for ProcessList {
 /// # Errors
 /// If a daemon does not end even then.
 pub fn stop(
-    mut running: Vec<(Daemon, LockHolder)>,
+    running: Vec<(Daemon, LockHolder)>,
     deadline: Instant,
 ) -> Result<Vec<(Daemon, StopOutcome)>, StopError> {
-    let mut ended = Vec::new();
+    let mut stop = Stop { running, exiting: Vec::new(), ended: Vec::new() };
     for (signal, outcome, deadline) in [
         (Signal::TERM, StopOutcome::Terminated, deadline),
         (Signal::KILL, StopOutcome::Killed, deadline.max(Instant::now()) + KILL_TIMEOUT),
     ] {
-        for (_, process) in &running {
+        for (_, process) in &stop.running {
             // Fails if the process has ended meanwhile.
             let _gone = pidfd_send_signal(&process.pidfd, signal);
         }
-        let stopped = wait_until_ended(&mut running, deadline)
-            .map_err(|source| StopError::Wait { daemons: ProcessList::of(&running), source })?;
-        ended.extend(stopped.into_iter().map(|daemon| (daemon, outcome)));
+        stop.wait_until_ended(outcome, deadline)
+            .map_err(|source| StopError::Wait { daemons: ProcessList::of(&stop.running), source })?;
     }
-    if running.is_empty() {
-        ended.sort_unstable_by_key(|(daemon, _)| *daemon);
-        return Ok(ended);
+    if stop.running.is_empty() {
+        stop.ended.sort_unstable_by_key(|(daemon, _)| *daemon);
+        return Ok(stop.ended);
     }
-    Err(StopError::Unkillable { daemons: ProcessList::of(&running) })
+    Err(StopError::Unkillable { daemons: ProcessList::of(&stop.running) })
 }
 
-/// Waits until all daemons have ended, until `deadline` at most. Removes and returns those that
-/// have ended.
-fn wait_until_ended(running: &mut Vec<(Daemon, LockHolder)>, deadline: Instant) -> io::Result<Vec<Daemon>> {
-    let mut ended = Vec::new();
-    while !running.is_empty() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
-        // A pidfd is readable once its process has ended.
-        let mut entries: Vec<_> =
-            running.iter().map(|(_, process)| PollFd::new(&process.pidfd, PollFlags::IN)).collect();
-        match rustix::event::poll(&mut entries, Some(&timeout)) {
-            Err(rustix::io::Errno::INTR) => continue,
-            polled => polled?,
-        };
-        let mut has_ended =
-            entries.iter().map(|entry| !entry.revents().is_empty()).collect::<Vec<_>>().into_iter();
-        let removed = running.extract_if(.., |_| has_ended.next().unwrap_or(false));
-        let before = ended.len();
-        ended.extend(removed.map(|(daemon, _)| daemon));
-        if ended.len() == before && left.is_zero() {
-            break;
+/// Daemons that are stopped.
+struct Stop {
+    running: Vec<(Daemon, LockHolder)>,
+    /// The processes of these that ran no more at the last check.
+    exiting: Vec<u32>,
+    ended: Vec<(Daemon, StopOutcome)>,
+}
+
+impl Stop {
+    /// Waits until all daemons have ended, until `deadline` at most.
+    fn wait_until_ended(&mut self, outcome: StopOutcome, deadline: Instant) -> io::Result<()> {
+        let mut next_check = Instant::now() + EXIT_CHECK_INTERVAL;
+        while !self.running.is_empty() {
+            let now = Instant::now();
+            let left = deadline.min(next_check).saturating_duration_since(now);
+            let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+            // A pidfd is readable once its process has ended.
+            let mut entries: Vec<_> =
+                self.running.iter().map(|(_, process)| PollFd::new(&process.pidfd, PollFlags::IN)).collect();
+            match rustix::event::poll(&mut entries, Some(&timeout)) {
+                Err(rustix::io::Errno::INTR) => continue,
+                polled => polled?,
+            };
+            let has_ended: Vec<_> = entries.iter().map(|entry| !entry.revents().is_empty()).collect();
+            let mut has_ended = has_ended.into_iter();
+            let removed = self.running.extract_if(.., |_| has_ended.next().unwrap_or(false));
+            let before = self.ended.len();
+            self.ended.extend(removed.map(|(daemon, _)| (daemon, outcome)));
+            if now >= next_check {
+                self.leave_unremoved();
+                next_check = now + EXIT_CHECK_INTERVAL;
+            }
+            if self.ended.len() == before && now >= deadline {
+                break;
+            }
         }
+        Ok(())
     }
-    Ok(ended)
+
+    /// Leaves processes that ran no more at the last check either.
+    fn leave_unremoved(&mut self) {
+        let exiting: Vec<_> =
+            self.running.iter().map(|(_, process)| process.pid).filter(|pid| is_exiting(*pid)).collect();
+        let is_unremoved = |pid: u32| exiting.contains(&pid) && self.exiting.contains(&pid);
+        let removed = self.running.extract_if(.., |(_, process)| is_unremoved(process.pid));
+        let left = removed.map(|(daemon, process)| (daemon, StopOutcome::Unremoved(process.pid)));
+        self.ended.extend(left.collect::<Vec<_>>());
+        self.exiting = exiting;
+    }
 }
 
 #[cfg(test)]
