@@ -9,7 +9,7 @@ use super::SegmentKey;
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::shared::{HostShared, Job, Segment, lock};
 use super::wire::{Answer, Ask, CopyPlace, Request};
-use crate::ownership::{Holding, Input, Message, Output};
+use crate::ownership::{Holder, Holding, Input, Message, Output};
 use crate::pulling::{Lineage, Link, Puller};
 
 impl HostShared {
@@ -98,12 +98,30 @@ impl HostShared {
             };
             former.iter().for_each(|former| self.close_memory(former));
             let is_length = *bytes > 0 && bytes.is_multiple_of(PAGE_BYTES);
-            let memory = is_length.then(|| self.new_memory(segment, *bytes))?;
-            let memory =
-                memory.inspect_err(|error| tracing::warn!(%error, "no memory for a segment")).ok()?;
-            lock(&entry).memory = Some(memory);
+            let memory = is_length.then(|| self.new_memory(segment, *bytes));
+            match memory {
+                Some(Ok(memory)) => lock(&entry).memory = Some(memory),
+                refused => {
+                    if let Some(Err(error)) = refused {
+                        tracing::warn!(%error, "no memory for a segment");
+                    }
+                    self.forget_if_new(segment, &entry);
+                    return None;
+                }
+            }
         }
         Some(entry)
+    }
+
+    /// Forgets a segment of which nothing was decided, unless another thread has its entry.
+    fn forget_if_new(&self, segment: SegmentKey, entry: &Arc<Mutex<Segment>>) {
+        let mut segments = lock(&self.segments);
+        let is_known = segments.get(&segment).is_some_and(|known| Arc::ptr_eq(known, entry));
+        // One is the caller's.
+        let is_alone = Arc::strong_count(entry) == 2;
+        if is_known && is_alone && lock(entry).holder == Holder::absent(self.own) {
+            segments.remove(&segment);
+        }
     }
 
     /// Begins to pull the pages of a segment that has just arrived.

@@ -74,6 +74,12 @@ pub enum SegmentError {
         /// The limit, in bytes.
         limit: u64,
     },
+    /// The agent would have to remember too many segments of the tenant.
+    #[error("this user has used {max} numbers of segments on this host: use those of deallocated ones again")]
+    TooManyNumbers {
+        /// The limit.
+        max: usize,
+    },
     /// The target is not prepared.
     #[error(
         "the target does not accept segment {0}: the owner has not called connect before transfer, or the \

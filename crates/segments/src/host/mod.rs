@@ -7,6 +7,7 @@
 //!   `copy_calls` what programs ask about them.
 //! - [`memory`] is a copy of a segment, which other hosts read, and its `journal`. The keeper holds
 //!   both ([`kept`]), and the next process of the agent goes on from there (`restore`).
+//! - `numbers` bounds how many segments a user can use, one after the other.
 //! - [`wire`] has the messages between agents, and `peer` the connections to them.
 //! - [`programs`] serves the programs of this host. `processes` has their names, `arrivals` what
 //!   has arrived for them, and `served` serves their touches of pages that are elsewhere.
@@ -23,6 +24,7 @@ mod error;
 mod journal;
 pub mod kept;
 pub mod memory;
+mod numbers;
 mod outputs;
 mod pace;
 mod peer;

@@ -122,6 +122,7 @@ impl SegmentHost {
             arrivals: Arrivals::default(),
             bytes_per_tenant,
             held_bytes: Mutex::default(),
+            numbers: Mutex::default(),
             precedence: Precedence::default(),
             descriptors: Arc::clone(&options.descriptors),
             pace: Pace::new(pull_rate),

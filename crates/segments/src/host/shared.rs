@@ -17,6 +17,7 @@ use super::copies::RestoringMemory;
 use super::journal::JournalEntry;
 use super::kept::SegmentKeeper;
 use super::memory::{PAGE_BYTES, SEGMENT_DESCRIPTORS, SegmentMemory};
+use super::numbers::UsedNumbers;
 use super::pace::Pace;
 use super::peer::{Lane, Peer};
 use super::precedence::Precedence;
@@ -59,6 +60,7 @@ pub(super) struct HostShared {
     pub bytes_per_tenant: u64,
     /// Bytes of memory that each user has, by the owner of its id.
     pub held_bytes: Mutex<BTreeMap<u32, u64>>,
+    pub numbers: Mutex<UsedNumbers>,
     pub precedence: Precedence,
     /// The descriptors of the agent, which are charged to tenants.
     pub descriptors: Arc<DescriptorShares>,
@@ -167,6 +169,7 @@ impl HostShared {
     pub(super) fn new_memory(&self, segment: SegmentKey, bytes: u64) -> Result<SegmentMemory, SegmentError> {
         let descriptors = self.descriptors.charge(segment.tenant, SEGMENT_DESCRIPTORS)?;
         let owner = descriptors.owner();
+        lock(&self.numbers).add(owner, segment)?;
         {
             let mut held = lock(&self.held_bytes);
             let held = held.entry(owner).or_default();
