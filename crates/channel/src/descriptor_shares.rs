@@ -70,6 +70,12 @@ impl DescriptorShares {
         Self::new(descriptors.min(threads).min(DESCRIPTORS_MAX))
     }
 
+    /// Those of a process that serves one user only, which may have all.
+    #[must_use]
+    pub fn of_one_user() -> Arc<Self> {
+        Self::new(usize::MAX)
+    }
+
     /// Shares of this many descriptors.
     #[must_use]
     pub fn new(max: usize) -> Arc<Self> {
@@ -106,7 +112,8 @@ impl DescriptorShares {
         let mut state = self.lock();
         let owner = state.owner(uid);
         let of_owner = state.of_owners.get(&owner).copied().unwrap_or_default() + count;
-        if of_owner > self.max.saturating_sub(state.charged + count) + reserved {
+        let left = self.max.saturating_sub(state.charged + count);
+        if of_owner > left.saturating_add(reserved) {
             return Err(ShareExceeded { owner });
         }
         state.add(uid, owner, count);
@@ -221,6 +228,13 @@ mod tests {
         assert!(shares.charge_reserved(1, 1).is_err());
         assert!(shares.charge(2, 22).is_ok());
         drop((share, reserved));
+    }
+
+    #[test]
+    fn one_user_may_have_all() {
+        let shares = DescriptorShares::of_one_user();
+        let all = [shares.charge(1, 1 << 40).unwrap(), shares.charge_reserved(1, 1 << 40).unwrap()];
+        assert_eq!(all.map(|charge| charge.owner()), [1, 1]);
     }
 
     #[test]
