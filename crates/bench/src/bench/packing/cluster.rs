@@ -344,10 +344,10 @@ mod tests {
     #[test]
     fn jobs_hold_at_most_the_pool_and_free_all() {
         for policy in [Policy::Static, Policy::Dynamic] {
-            let outcome = play(&setting(policy, 0, 2048), 1).unwrap();
+            let outcome = play(&setting(policy, 0, 512), 1).unwrap();
             assert_eq!(outcome.samples.len() as u64, TIME_S / 5);
             for sample in &outcome.samples {
-                assert!(sample.used <= sample.held && sample.held <= 2048 * 512, "{sample:?}");
+                assert!(sample.used <= sample.held && sample.held <= 512 * 512, "{sample:?}");
                 assert!(sample.jobs > 0);
             }
             assert!(outcome.ended > 0 && outcome.taken > 0 && outcome.trips > outcome.taken);
@@ -357,11 +357,12 @@ mod tests {
     #[test]
     fn the_same_seed_plays_the_same() {
         let play = |seed| {
-            let outcome = play(&setting(Policy::Dynamic, 2, 1024), seed).unwrap();
+            let outcome = play(&setting(Policy::Dynamic, 2, 256), seed).unwrap();
             (outcome.samples, outcome.ended, outcome.stalled_s)
         };
-        assert_eq!(play(2), play(2));
-        assert_ne!(play(2), play(3));
+        let first = play(2);
+        assert_eq!(play(2), first);
+        assert_ne!(play(3), first);
     }
 
     #[test]
