@@ -255,6 +255,15 @@ pub struct HolderRecord {
     pub remaining_lives: Option<Vec<NodeLife>>,
 }
 
+/// A host that may own memory and whose lease has ended.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeadHost {
+    /// Its record.
+    pub record: HolderRecord,
+    /// The version of the record. It is another one if the host has been alive since.
+    pub version: u64,
+}
+
 /// A host agent, at `agents/{host}` while the agent's lease lasts.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct AgentRecord {
@@ -419,17 +428,21 @@ fn write_host(
     }
 }
 
-/// Hosts that may own memory and whose leases have ended.
+/// Hosts that may own memory and whose leases have ended, but for those whose records are not
+/// valid: these stay, and their numbers are not used again.
 ///
 /// # Errors
-/// An error of the directory, or a record that is not valid.
-pub fn dead_hosts(directory: &dyn Directory) -> Result<Vec<HolderRecord>, DirectoryError> {
+/// An error of the directory.
+pub fn dead_hosts(directory: &dyn Directory) -> Result<Vec<DeadHost>, DirectoryError> {
     // Holders first: a host that registers between the two reads is then seen as alive.
     let holders = directory.list(HOLDERS)?;
     let alive: Vec<u16> =
         directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of_agent_key(&entry.key)).collect();
-    let records = holders.entries.iter().map(decode::<HolderRecord>);
-    records.filter(|record| record.as_ref().map_or(true, |record| !alive.contains(&record.host))).collect()
+    let hosts = holders.entries.iter().filter_map(|entry| {
+        let record = decode::<HolderRecord>(entry).ok()?;
+        Some(DeadHost { record, version: entry.version })
+    });
+    Ok(hosts.filter(|dead| !alive.contains(&dead.record.host)).collect())
 }
 
 /// Claims a dead host's number under a new lease, to free what the host owned.
@@ -438,19 +451,15 @@ pub fn dead_hosts(directory: &dyn Directory) -> Result<Vec<HolderRecord>, Direct
 /// No other process can claim the number while the lease lasts.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if the host is alive, or another process has claimed its number; an
-/// error of the directory.
+/// [`DirectoryError::Taken`] if the host is alive or has been since it was listed, or another
+/// process has claimed its number; an error of the directory.
 pub fn claim_dead_host(
     directory: &dyn Directory,
     lease: Lease,
-    dead: &HolderRecord,
+    dead: &DeadHost,
     address: &str,
 ) -> Result<AgentRecord, DirectoryError> {
-    let holder = holder_key(dead.host);
-    let holder_compare = match directory.get(&holder)? {
-        Some(entry) if decode::<HolderRecord>(&entry)? == *dead => Compare::version(&holder, entry.version),
-        _ => return Err(DirectoryError::Taken { key: holder }),
-    };
+    let DeadHost { record: dead, version } = dead;
     let record = AgentRecord {
         host: dead.host,
         address: address.to_owned(),
@@ -458,7 +467,8 @@ pub fn claim_dead_host(
         claim_epoch: lease.epoch,
         is_recovery: true,
     };
-    let compares = vec![holder_compare, Compare::absent(agent_key(dead.host))];
+    let listed = Compare::version(holder_key(dead.host), *version);
+    let compares = vec![listed, Compare::absent(agent_key(dead.host))];
     write_host(directory, lease, record, (0, dead.remaining_lives.clone()), compares)
 }
 
@@ -520,10 +530,10 @@ pub fn claim_host(
             Some(entry) => (decode::<u16>(entry)?.clamp(1, HOST_MAX), entry.version),
             None => (1, 0),
         };
-        let mut taken: Vec<u16> = Vec::new();
-        for entry in directory.list(HOLDERS)?.entries {
-            taken.push(decode::<HolderRecord>(&entry)?.host);
-        }
+        // Whether or not the record is valid.
+        let number = |key: &str| key.strip_prefix(HOLDERS)?.parse::<u16>().ok();
+        let holders = directory.list(HOLDERS)?.entries;
+        let taken: Vec<u16> = holders.iter().filter_map(|entry| number(&entry.key)).collect();
         let Some(host) = (start..=HOST_MAX).chain(1..start).find(|host| !taken.contains(host)) else { break };
         let record = AgentRecord {
             host,

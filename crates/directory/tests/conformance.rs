@@ -46,6 +46,7 @@ conformance!(
     hosts_are_claimed_in_turn,
     hosts_claimed_at_once_differ,
     a_dead_hosts_number_is_free_once_it_owns_nothing,
+    an_invalid_record_of_a_host_keeps_no_other_from_being_recovered,
     a_host_that_resumes_in_time_keeps_its_number,
     a_node_number_has_one_holder,
 );

@@ -9,6 +9,9 @@ aquifer_mutation::mutations! {
         ForgetNodesAway,
         /// A recovery that stops early forgets the memory on nodes that it has not recovered.
         ForgetNodesLeft,
+        /// A host that has resumed and died again is recovered when the grace time of its first
+        /// death has passed.
+        KeepGraceTimes,
         /// A host ends as soon as the directory does not answer.
         GiveUpWhenCutOff,
     }

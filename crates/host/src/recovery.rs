@@ -5,14 +5,14 @@
 //! still has in flight, and if the recovering host dies, too, the number can be claimed again.
 
 mod claim;
+mod grace;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, HolderRecord};
+use aquifer_directory::names::{self, AgentRecord, DeadHost};
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_pool::op::Recovered;
@@ -20,13 +20,12 @@ use aquifer_pool::{NodeId, PoolError, recover_node};
 
 use crate::nodes::NodeRegistry;
 pub use claim::RecoveryClaim;
+pub use grace::GraceTimes;
 
 /// Lifetime of a recovering host's lease without a keep-alive; other hosts wait for as long.
 const LEASE_TTL: Duration = Duration::from_secs(15);
 /// Interval between queries for dead hosts.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Time from a failed recovery to the next attempt: each takes a lease and writes to the directory.
-const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -74,15 +73,6 @@ struct RecoveryWorker {
     stop: Arc<AtomicBool>,
 }
 
-/// A dead host that is not recovered yet.
-struct DeadHost {
-    /// The epoch of the claim of the number; distinguishes this death from others of the number.
-    claim_epoch: u64,
-    seen_at: Instant,
-    /// The time of the last failed attempt to recover the host.
-    failed_at: Option<Instant>,
-}
-
 /// Why a host is not recovered yet.
 #[derive(Debug, thiserror::Error)]
 enum RecoveryError {
@@ -99,18 +89,16 @@ enum RecoveryError {
 impl RecoveryWorker {
     fn run(&self) {
         let mut failure_log = FailureLog::default();
-        let mut dead_hosts = BTreeMap::new();
+        let mut grace_times = GraceTimes::default();
+        let started = Instant::now();
         while !self.stop.load(Relaxed) {
             match names::dead_hosts(&*self.directory) {
                 Ok(dead) => {
-                    dead_hosts.retain(|host, _| dead.iter().any(|dead| dead.host == *host));
-                    for record in &dead {
-                        let new = || DeadHost {
-                            claim_epoch: record.claim_epoch,
-                            seen_at: Instant::now(),
-                            failed_at: None,
-                        };
-                        self.try_recover(record, dead_hosts.entry(record.host).or_insert_with(new));
+                    grace_times.list(&dead, started.elapsed());
+                    for dead in &dead {
+                        if grace_times.is_due(dead, started.elapsed()) && !self.stop.load(Relaxed) {
+                            self.try_recover(dead, |dead| grace_times.fail(dead, started.elapsed()));
+                        }
                     }
                 }
                 Err(error) => {
@@ -127,19 +115,11 @@ impl RecoveryWorker {
         }
     }
 
-    /// Recovers a host if its grace time has passed and no attempt has just failed.
-    fn try_recover(&self, record: &HolderRecord, dead: &mut DeadHost) {
-        if dead.claim_epoch != record.claim_epoch {
-            // The number was claimed again, and that host has died, too.
-            (dead.claim_epoch, dead.seen_at) = (record.claim_epoch, Instant::now());
-        }
-        let is_in_grace_time = dead.seen_at.elapsed() < Duration::from_millis(record.grace_ms);
-        let has_just_failed = dead.failed_at.is_some_and(|failed_at| failed_at.elapsed() < RETRY_INTERVAL);
-        if is_in_grace_time || has_just_failed || self.stop.load(Relaxed) {
-            return;
-        }
-        let host = record.host;
-        match self.recover(record) {
+    /// Recovers a host whose grace time has passed. `fail` notes a failure, and returns whether it
+    /// is the first one.
+    fn try_recover(&self, dead: &DeadHost, fail: impl FnOnce(&DeadHost) -> bool) {
+        let host = dead.record.host;
+        match self.recover(dead) {
             // It has memory on nodes that are away only.
             Ok(None) => {}
             Ok(Some(found)) if found == Recovered::default() => {
@@ -157,7 +137,7 @@ impl RecoveryWorker {
             }
             // Another host has recovered it, or its next agent has claimed the number.
             Err(RecoveryError::Directory(DirectoryError::Taken { .. })) => {}
-            Err(error) if dead.failed_at.replace(Instant::now()).is_none() => {
+            Err(error) if fail(dead) => {
                 tracing::warn!(host, %error, "recovery of a dead host failed; retrying every 10 s");
             }
             Err(error) => tracing::debug!(host, %error, "recovery of a dead host failed; retrying"),
@@ -165,7 +145,7 @@ impl RecoveryWorker {
     }
 
     /// Recovers a dead host; `None` if there is nothing to free now.
-    fn recover(&self, dead: &HolderRecord) -> Result<Option<Recovered>, RecoveryError> {
+    fn recover(&self, dead: &DeadHost) -> Result<Option<Recovered>, RecoveryError> {
         let address = format!("recovered by host {}", self.own_record.host);
         let Some(mut claim) = RecoveryClaim::claim(&*self.directory, LEASE_TTL, dead, &address)? else {
             return Ok(None);

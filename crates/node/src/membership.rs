@@ -280,7 +280,7 @@ impl NodeMembership {
             return Ok(true);
         }
         let dead = names::dead_hosts(&*self.directory)?;
-        let grace_ms = dead.iter().map(|host| host.grace_ms).max().unwrap_or(0);
+        let grace_ms = dead.iter().map(|host| host.record.grace_ms).max().unwrap_or(0);
         Ok(since.elapsed() >= Duration::from_millis(grace_ms))
     }
 

@@ -32,7 +32,8 @@ pub fn hosts_are_claimed_in_turn(harness: &dyn DirectoryHarness) {
 pub fn a_dead_hosts_number_is_free_once_it_owns_nothing(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = || directory.lease_grant(TTL).unwrap();
-    let dead = || names::dead_hosts(&*directory).unwrap();
+    let listed = || names::dead_hosts(&*directory).unwrap();
+    let dead = || listed().into_iter().map(|dead| dead.record).collect::<Vec<_>>();
     let is_taken = |outcome: Result<_, DirectoryError>| matches!(outcome, Err(DirectoryError::Taken { .. }));
     let (first, second) = (lease(), lease());
     let record = names::claim_host(&*directory, first, "socket", 0).unwrap();
@@ -44,13 +45,14 @@ pub fn a_dead_hosts_number_is_free_once_it_owns_nothing(harness: &dyn DirectoryH
         grace_ms: 0,
         remaining_lives,
     };
-    let of_first = held(&record, None);
+    let version = directory.list(names::HOLDERS).unwrap().entries[0].version;
+    let of_first = names::DeadHost { record: held(&record, None), version };
     assert!(
         is_taken(names::claim_dead_host(&*directory, lease(), &of_first, "too early")),
         "the host is alive"
     );
     directory.lease_revoke(first.id).unwrap();
-    assert_eq!(dead(), std::slice::from_ref(&of_first));
+    assert_eq!(listed(), std::slice::from_ref(&of_first));
     // One recovery claims the number; then neither another recovery nor the host itself can.
     let third = lease();
     let successor = names::claim_dead_host(&*directory, third, &of_first, "successor").unwrap();
@@ -65,12 +67,11 @@ pub fn a_dead_hosts_number_is_free_once_it_owns_nothing(harness: &dyn DirectoryH
     assert!(is_taken(forgotten.map(|()| successor.clone())));
     assert!(is_taken(names::claim_dead_host(&*directory, lease(), &of_first, "with an old record")));
     // A node is absent, and its memory may return.
-    let fourth = names::claim_dead_host(&*directory, lease(), &held(&successor, None), "fourth").unwrap();
+    let fourth = names::claim_dead_host(&*directory, lease(), &listed()[0], "fourth").unwrap();
     let absent = vec![names::NodeLife { node: 7, epoch: 3, kept_ms: 0 }];
     names::finish_recovery(&*directory, &fourth, absent.clone()).unwrap();
-    let of_fourth = held(&fourth, Some(absent));
-    assert_eq!(dead(), std::slice::from_ref(&of_fourth));
-    let last = names::claim_dead_host(&*directory, lease(), &of_fourth, "last").unwrap();
+    assert_eq!(dead(), [held(&fourth, Some(absent))]);
+    let last = names::claim_dead_host(&*directory, lease(), &listed()[0], "last").unwrap();
     names::finish_recovery(&*directory, &last, Vec::new()).unwrap();
     assert_eq!(dead(), []);
     assert_eq!(names::agents(&*directory).unwrap().len(), 1);
@@ -88,14 +89,36 @@ pub fn a_host_that_resumes_in_time_keeps_its_number(harness: &dyn DirectoryHarne
     let first = lease();
     let record = names::claim_host(&*directory, first, "socket", 0).unwrap();
     directory.lease_revoke(first.id).unwrap();
+    let death = names::dead_hosts(&*directory).unwrap().remove(0);
     let again = names::resume_host(&*directory, lease(), &record, 0).unwrap();
     assert_eq!(again.host, record.host);
     assert!(again.epoch > record.epoch);
     // The agent dies before it stores its new record: the next one resumes from the old record,
     // although the lease of the dead one has not ended.
-    let third = names::resume_host(&*directory, lease(), &record, 0).unwrap();
+    let third_lease = lease();
+    let third = names::resume_host(&*directory, third_lease, &record, 0).unwrap();
     assert!(third.epoch > again.epoch);
     assert_eq!(names::dead_hosts(&*directory).unwrap(), []);
+    // It dies again, with the same record. Who has seen its first death must wait anew.
+    directory.lease_revoke(third_lease.id).unwrap();
+    let again = names::dead_hosts(&*directory).unwrap().remove(0);
+    assert_eq!(again.record, death.record);
+    let claimed = names::claim_dead_host(&*directory, lease(), &death, "with an old version");
+    assert!(matches!(claimed, Err(DirectoryError::Taken { .. })));
+    names::claim_dead_host(&*directory, lease(), &again, "successor").unwrap();
+}
+
+pub fn an_invalid_record_of_a_host_keeps_no_other_from_being_recovered(harness: &dyn DirectoryHarness) {
+    let directory = harness.directory();
+    let lease = directory.lease_grant(TTL).unwrap();
+    let record = names::claim_host(&*directory, lease, "socket", 0).unwrap();
+    directory.put(&format!("{}4000", names::HOLDERS), b"{}", None).unwrap();
+    directory.lease_revoke(lease.id).unwrap();
+    let dead = names::dead_hosts(&*directory).unwrap();
+    assert_eq!(dead.iter().map(|dead| dead.record.host).collect::<Vec<_>>(), [record.host]);
+    directory.put("hosts/next", b"4000", None).unwrap();
+    let next = directory.lease_grant(TTL).unwrap();
+    assert_eq!(names::claim_host(&*directory, next, "another", 0).unwrap().host, 4001);
 }
 
 pub fn hosts_claimed_at_once_differ(harness: &dyn DirectoryHarness) {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_directory::names::{self, AgentRecord, HolderRecord, NodeLife};
+use aquifer_directory::names::{self, AgentRecord, DeadHost, HolderRecord, NodeLife};
 use aquifer_directory::{Directory, DirectoryError, Lease};
 use aquifer_fabric::{Host, Identity, Tenant};
 use aquifer_pool::NodeId;
@@ -30,10 +30,10 @@ impl RecoveryClaim {
     pub fn claim(
         directory: &dyn Directory,
         ttl: Duration,
-        dead: &HolderRecord,
+        dead: &DeadHost,
         address: &str,
     ) -> Result<Option<Self>, DirectoryError> {
-        if !AffectedLives::read(directory, dead)?.has_work() {
+        if !AffectedLives::read(directory, &dead.record)?.has_work() {
             return Ok(None);
         }
         let lease = directory.lease_grant(ttl)?;
@@ -47,13 +47,13 @@ impl RecoveryClaim {
     fn claim_under(
         directory: &dyn Directory,
         lease: Lease,
-        dead: &HolderRecord,
+        dead: &DeadHost,
         address: &str,
     ) -> Result<Self, DirectoryError> {
         let record = names::claim_dead_host(directory, lease, dead, address)?;
         // Nodes that have come since are affected, too.
-        let AffectedLives { present, away, .. } = AffectedLives::read(directory, dead)?;
-        Ok(Self { dead: dead.clone(), lease, record, present, away })
+        let AffectedLives { present, away, .. } = AffectedLives::read(directory, &dead.record)?;
+        Ok(Self { dead: dead.record.clone(), lease, record, present, away })
     }
 
     /// The lease of the claim, which the caller keeps alive.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_directory::names::{self, AgentRecord};
+use aquifer_directory::names::{self, AgentRecord, DeadHost};
 use aquifer_directory::sim::SimDirectory;
 use aquifer_directory::{Directory, DirectoryError, Lease};
 use aquifer_fabric::sim::SimFabric;
@@ -11,13 +11,15 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Tenant,
     Verb, Work, WorkError,
 };
-use aquifer_host::recovery::RecoveryClaim;
+use aquifer_host::recovery::{GraceTimes, RecoveryClaim};
 use aquifer_pool::{Extent, PoolClient, PoolError, SizeClass};
 
 use super::node::SimNode;
 
 pub const TENANT: Tenant = Tenant(1);
 pub const LEASE_TTL: Duration = Duration::from_secs(15);
+/// How long after the end of its lease a host may resume, in milliseconds.
+pub const GRACE_MS: u64 = 2_000;
 /// How long the lease of a recovery lasts: so short that recoveries often overtake each other.
 const RECOVERY_TTL: Duration = Duration::from_secs(4);
 
@@ -29,6 +31,7 @@ pub struct SimHost {
     pub record: AgentRecord,
     pub links: Vec<NodeLink>,
     pub recovery: Option<RecoveryClaim>,
+    pub grace_times: GraceTimes,
     /// Turns for which it is stopped (SIGSTOP).
     pub stopped_turns: u32,
     pub renewed_ms: u64,
@@ -79,12 +82,21 @@ impl SimHost {
     /// Joins the cluster and connects to all nodes.
     pub fn join(directory: SimDirectory, now_ms: u64) -> Result<Self, DirectoryError> {
         let lease = directory.lease_grant(LEASE_TTL)?;
-        let record = names::claim_host(&directory, lease, "a host", 0)?;
+        let record = names::claim_host(&directory, lease, "a host", GRACE_MS)?;
         Ok(Self::new(directory, lease, record, now_ms))
     }
 
     fn new(directory: SimDirectory, lease: Lease, record: AgentRecord, renewed_ms: u64) -> Self {
-        Self { directory, lease, record, links: Vec::new(), recovery: None, stopped_turns: 0, renewed_ms }
+        Self {
+            directory,
+            lease,
+            record,
+            links: Vec::new(),
+            recovery: None,
+            grace_times: GraceTimes::default(),
+            stopped_turns: 0,
+            renewed_ms,
+        }
     }
 
     /// Takes over the number of the process before, which has ended.
@@ -94,7 +106,7 @@ impl SimHost {
         now_ms: u64,
     ) -> Result<Self, DirectoryError> {
         let lease = directory.lease_grant(LEASE_TTL)?;
-        let record = names::resume_host(&directory, lease, before, 0)?;
+        let record = names::resume_host(&directory, lease, before, GRACE_MS)?;
         Ok(Self::new(directory, lease, record, now_ms))
     }
 
@@ -111,8 +123,16 @@ impl SimHost {
         self.links.iter_mut().zip(before).try_for_each(|(link, before)| link.inherit(before))
     }
 
+    /// The dead hosts whose grace time has passed.
+    pub fn list_due(&mut self, now: Duration) -> Vec<DeadHost> {
+        let Ok(mut dead) = names::dead_hosts(&self.directory) else { return Vec::new() };
+        self.grace_times.list(&dead, now);
+        dead.retain(|dead| self.grace_times.is_due(dead, now));
+        dead
+    }
+
     /// Claims a dead host, if it can be recovered now.
-    pub fn claim(&self, dead: &names::HolderRecord) -> Result<Option<RecoveryClaim>, DirectoryError> {
+    pub fn claim(&self, dead: &DeadHost) -> Result<Option<RecoveryClaim>, DirectoryError> {
         RecoveryClaim::claim(&self.directory, RECOVERY_TTL, dead, "a recovery")
     }
 }

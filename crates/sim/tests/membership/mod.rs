@@ -15,7 +15,7 @@ use world::{MembershipCounts, run};
 
 const SIMULATOR: Simulator<Mutation, MembershipCounts> =
     Simulator { name: "membership", play: run, regressions: &[], mutations: Mutation::ALL };
-const SCHEDULES: u64 = 600;
+const SCHEDULES: u64 = 1_200;
 /// The fixed schedules must do each thing at least this often.
 const COUNT_MIN: u64 = 30;
 

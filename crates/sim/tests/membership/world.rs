@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use aquifer_directory::names::{self, AgentRecord};
+use aquifer_directory::names::{self, AgentRecord, DeadHost};
 use aquifer_directory::sim::{CallFault, DirectoryWorld, SimDirectory};
 use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions};
@@ -12,7 +12,7 @@ use aquifer_host::membership::{Renewal, renew};
 use aquifer_host::recovery::RecoveryClaim;
 use aquifer_pool::{NodeId, PoolClient, SizeClass, recover_node};
 
-use super::host::{Failure, NodeLink, SimHost, TENANT};
+use super::host::{Failure, GRACE_MS, NodeLink, SimHost, TENANT};
 use super::node::SimNode;
 
 /// How long a host waits between keep-alives.
@@ -115,6 +115,9 @@ struct World {
     is_directory_stopped: bool,
     /// For each node and host number: the greatest epoch under which its memory was freed.
     freed: BTreeMap<(NodeId, u16), u64>,
+    /// When the directory had each death first: by the host's number and the version of its record,
+    /// in milliseconds.
+    deaths: BTreeMap<(u16, u64), u64>,
     content: u64,
     counts: MembershipCounts,
 }
@@ -154,6 +157,7 @@ impl World {
             all_cut: false,
             is_directory_stopped: false,
             freed: BTreeMap::new(),
+            deaths: BTreeMap::new(),
             content: 0,
             counts: MembershipCounts::default(),
         };
@@ -289,7 +293,11 @@ impl World {
 
     /// Ends a host's process. In most cases a next one resumes the host.
     fn end_process(&mut self, index: usize) {
-        let Some(SimHost { record, links, .. }) = self.hosts[index].take() else { return };
+        let Some(SimHost { record, links, lease, .. }) = self.hosts[index].take() else { return };
+        // The directory may have ended the lease before: then the host is dead at once.
+        if self.rng.chance(1, 3) {
+            let _was_ended = self.direct.lease_revoke(lease.id);
+        }
         self.left[index] = self.rng.chance(3, 4).then_some((record, links));
     }
 
@@ -380,10 +388,18 @@ impl World {
             return Ok(());
         };
         let Some(recovery) = host.recovery.take() else {
-            let dead = names::dead_hosts(&host.directory).unwrap_or_default();
-            if !dead.is_empty() {
+            let now_ms = self.directory.now_ms();
+            for dead in names::dead_hosts(&self.direct).map_err(|error| error.to_string())? {
+                self.deaths.entry((dead.record.host, dead.version)).or_insert(now_ms);
+            }
+            let due = host.list_due(Duration::from_millis(now_ms));
+            if !due.is_empty() {
+                let dead = &due[self.rng.index(due.len())];
                 // Another host may be faster.
-                host.recovery = host.claim(&dead[self.rng.index(dead.len())]).unwrap_or(None);
+                host.recovery = host.claim(dead).unwrap_or(None);
+                if host.recovery.is_some() {
+                    self.check_grace(dead, now_ms)?;
+                }
             }
             return Ok(());
         };
@@ -396,6 +412,18 @@ impl World {
             None => self.finish_recovery(index, recovery),
         }
         Ok(())
+    }
+
+    /// Checks that a dead host that is recovered now has had its grace time.
+    fn check_grace(&self, dead: &DeadHost, now_ms: u64) -> Result<(), String> {
+        let DeadHost { record, version } = dead;
+        match self.deaths.get(&(record.host, *version)) {
+            Some(seen_ms) if now_ms - seen_ms >= record.grace_ms => Ok(()),
+            seen_ms => Err(format!(
+                "host {} was recovered at {now_ms} ms, in its grace time, which began at {seen_ms:?} ms",
+                record.host
+            )),
+        }
     }
 
     fn finish_recovery(&mut self, index: usize, recovery: RecoveryClaim) {
@@ -473,6 +501,9 @@ impl World {
         self.hosts.truncate(1);
         self.left.fill_with(|| None);
         self.start_host(0)?;
+        // It sees who is dead, and then the grace times pass.
+        self.recovery_turn(0)?;
+        self.directory.advance(Duration::from_millis(GRACE_MS));
         for _ in 0..RECOVERY_TURNS_MAX {
             let host = self.hosts[0].as_ref().expect("it has just started");
             let dead = names::dead_hosts(&self.direct).map_err(|error| error.to_string())?;
