@@ -37,11 +37,14 @@ impl Death {
 impl GraceTimes {
     /// Notes which hosts are dead. The grace time of each begins when its death is first seen.
     pub fn list(&mut self, dead: &[DeadHost], now: Duration) {
-        self.deaths
-            .retain(|host, death| dead.iter().any(|dead| dead.record.host == *host && death.is_of(dead)));
+        self.deaths.retain(|host, _| dead.iter().any(|dead| dead.record.host == *host));
         for dead in dead {
             let new = || Death { version: dead.version, seen_at: now, failed_at: None };
-            self.deaths.entry(dead.record.host).or_insert_with(new);
+            let death = self.deaths.entry(dead.record.host).or_insert_with(new);
+            if !death.is_of(dead) {
+                // The interval after a failure stays: an attempt that fails writes the record, too.
+                (death.version, death.seen_at) = (dead.version, now);
+            }
         }
     }
 
@@ -58,7 +61,7 @@ impl GraceTimes {
     }
 
     /// Notes that an attempt to recover a dead host has failed. Returns whether it is the first one
-    /// since its death.
+    /// since the host is listed.
     pub fn fail(&mut self, dead: &DeadHost, now: Duration) -> bool {
         let death = self.deaths.get_mut(&dead.record.host);
         death.is_some_and(|death| death.failed_at.replace(now).is_none())
@@ -108,7 +111,14 @@ mod tests {
         assert!(times.is_due(&host, at(20)) && times.fail(&host, at(20)));
         assert!(!times.is_due(&host, at(29)) && times.is_due(&host, at(30)));
         assert!(!times.fail(&host, at(30)), "it has failed before");
-        times.list(&[dead(1, 8)], at(31));
-        assert!(times.is_due(&dead(1, 8), at(51)), "another death has not failed");
+        // The attempt has written the record, and has left no grace time.
+        let mut again = dead(1, 8);
+        again.record.grace_ms = 0;
+        times.list(std::slice::from_ref(&again), at(31));
+        assert!(!times.is_due(&again, at(39)) && times.is_due(&again, at(40)));
+        assert!(!times.fail(&again, at(40)), "it has failed before");
+        times.list(&[], at(41));
+        times.list(std::slice::from_ref(&again), at(42));
+        assert!(times.is_due(&again, at(42)), "it has been alive");
     }
 }
