@@ -318,9 +318,7 @@ impl Agent {
             options.connect.clone(),
             AfterFence::Wait,
         );
-        let serves_others = options.shared_socket.is_some();
-        let descriptors =
-            if serves_others { DescriptorShares::of_process() } else { DescriptorShares::of_one_user() };
+        let descriptors = DescriptorShares::of_process();
         nodes.charge_endpoints(&descriptors);
         membership.watch_nodes(&nodes)?;
         let resumes = state.predecessor.is_some();

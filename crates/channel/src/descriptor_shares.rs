@@ -1,9 +1,10 @@
 //! Descriptors and threads of a process, shared out to the users that it serves.
 //!
 //! A user may have at most as many descriptors as it leaves free, so that there are some for the
-//! next user whatever a user does. Whatever a user can have in the process is charged to the
-//! [owner](crate::owners) of its id, for as long as it exists. Threads are counted with the
-//! descriptors of what they serve.
+//! next user whatever a user does. The user that runs the process may have all.
+//!
+//! Whatever a user can have in the process is charged to the [owner](crate::owners) of its id, for
+//! as long as it exists. Threads are counted with the descriptors of what they serve.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -38,6 +39,8 @@ pub struct ShareExceeded {
 #[derive(Debug)]
 pub struct DescriptorShares {
     max: usize,
+    /// The user that runs the process, which could end it.
+    own: u32,
     state: Mutex<SharesState>,
 }
 
@@ -70,16 +73,10 @@ impl DescriptorShares {
         Self::new(descriptors.min(threads).min(DESCRIPTORS_MAX))
     }
 
-    /// Those of a process that serves one user only, which may have all.
-    #[must_use]
-    pub fn of_one_user() -> Arc<Self> {
-        Self::new(usize::MAX)
-    }
-
     /// Shares of this many descriptors.
     #[must_use]
     pub fn new(max: usize) -> Arc<Self> {
-        Arc::new(Self { max, state: Mutex::default() })
+        Arc::new(Self { max, own: geteuid().as_raw(), state: Mutex::default() })
     }
 
     /// Charges descriptors that a user wants.
@@ -112,8 +109,7 @@ impl DescriptorShares {
         let mut state = self.lock();
         let owner = state.owner(uid);
         let of_owner = state.of_owners.get(&owner).copied().unwrap_or_default() + count;
-        let left = self.max.saturating_sub(state.charged + count);
-        if of_owner > left.saturating_add(reserved) {
+        if owner != self.own && of_owner > self.max.saturating_sub(state.charged + count) + reserved {
             return Err(ShareExceeded { owner });
         }
         state.add(uid, owner, count);
@@ -231,10 +227,12 @@ mod tests {
     }
 
     #[test]
-    fn one_user_may_have_all() {
-        let shares = DescriptorShares::of_one_user();
-        let all = [shares.charge(1, 1 << 40).unwrap(), shares.charge_reserved(1, 1 << 40).unwrap()];
-        assert_eq!(all.map(|charge| charge.owner()), [1, 1]);
+    fn the_user_of_the_process_may_have_all_and_leaves_the_others_less() {
+        let shares = DescriptorShares::new(100);
+        let own = shares.charge(geteuid().as_raw(), 90).unwrap();
+        let stranger = geteuid().as_raw() + 1;
+        assert!(shares.charge(stranger, 6).is_err() && shares.charge(stranger, 5).is_ok());
+        drop(own);
     }
 
     #[test]
