@@ -62,7 +62,7 @@ pub enum StateError {
     OpenToOthers {
         /// The folder.
         path: PathBuf,
-        /// What others can do with it: "read" or "written".
+        /// The access of others: "read" or "written".
         what: &'static str,
         /// Its mode.
         mode: u32,

@@ -18,7 +18,7 @@ use crate::owners;
 pub const THREAD_DESCRIPTORS: usize = 4;
 /// Descriptors and threads of the process itself.
 const OWN_DESCRIPTORS: usize = 256;
-/// What a user has reserved beyond its share is this part of all.
+/// The reserve of a user beyond its share is this part of all.
 const RESERVED_DIVISOR: usize = 8;
 /// Most descriptors of all users. A charge of [`THREAD_DESCRIPTORS`] has at most one item in the
 /// keeper, which holds 65,536, so one user fills at most half of the keeper.

@@ -258,7 +258,7 @@ pub struct HolderRecord {
 /// A host that may own memory and whose lease has ended.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeadHost {
-    /// Its record.
+    /// The record of the host.
     pub record: HolderRecord,
     /// The version of the record. It is another one if the host has been alive since.
     pub version: u64,

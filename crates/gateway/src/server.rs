@@ -24,7 +24,7 @@ use crate::user_socket;
 
 /// Most processes that serve a user or wait for its descriptors.
 const RELAYS_PER_USER_MAX: usize = 4;
-/// The same for a user with all of its subordinate ids, or for a container of root.
+/// Most such processes of a user with all of its subordinate ids, or of a container of root.
 const RELAYS_PER_OWNER_MAX: usize = 64;
 /// Most processes of all users.
 const RELAYS_MAX: usize = 1024;

@@ -83,13 +83,13 @@ pub(crate) fn is_serve_call(frame: &Frame) -> bool {
     )
 }
 
-/// What a look at a packet shows, which stays in the queue.
+/// A packet that stays in the queue, as a peek shows it.
 struct Peeked {
-    /// Its length, as far as the buffer has room.
+    /// The length of the packet, as far as the buffer has room.
     len: usize,
     /// The real user of the process that has sent it, if the kernel has noted that.
     sender: Option<u32>,
-    /// Its descriptors, as many as were wanted.
+    /// The descriptors of the packet, as many as were asked for.
     descriptors: Vec<OwnedFd>,
     has_more_descriptors: bool,
 }

@@ -56,7 +56,7 @@ pub struct NodeRegistry {
     /// Whether any node was connected to since this registry exists.
     has_connected: AtomicBool,
     shares: EndpointShares,
-    /// What endpoints are charged to, if they are.
+    /// The shares to which endpoints are charged, if they are.
     descriptors: OnceLock<Arc<DescriptorShares>>,
     /// Limits the log lines about connections that wait.
     waits: Mutex<FailureLog>,
@@ -434,7 +434,7 @@ impl NodeRegistry {
     }
 
     /// Charges an endpoint to the user of a tenant. The user has at most a few of its own, and one
-    /// for several programs, runs or sessions, which would not go on without it.
+    /// for several programs, runs or sessions, which could not use the node without it.
     fn charge_endpoint(&self, tenant: Tenant) -> Option<DescriptorCharge> {
         let shares = self.descriptors.get()?;
         Some(shares.charge_always(tenant.0, ENDPOINT_DESCRIPTORS))

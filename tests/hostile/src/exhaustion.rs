@@ -36,7 +36,7 @@ pub fn fill() -> bool {
     true
 }
 
-/// What a user can have in the agent, of each kind as much as it gets.
+/// Connections, runs, sessions and segments in the agent, as many as a user gets.
 #[derive(Default)]
 struct Held {
     connections: Vec<OwnedFd>,

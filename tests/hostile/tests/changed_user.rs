@@ -1,10 +1,10 @@
-//! A program that root has started, and that has become another user: programs of root go on.
+//! A program that root has started, and that has become another user, stops no program of root.
 
 use std::process::Command;
 
 use crate::user::{Attack, MALLORY, Victim};
 
-fn programs_of_root_go_on(victim: &Victim) {
+fn no_program_of_root_is_stopped(victim: &Victim) {
     let program = victim.0.path("attacker");
     let program = program.to_str().expect("a plain path");
     let paged = Attack::start(&mut victim.0.cluster.run_command("24M", &[program, "fill", "40"]));
@@ -20,10 +20,10 @@ fn programs_of_root_go_on(victim: &Victim) {
 
 #[test]
 fn a_program_that_becomes_another_user_ends_no_program_of_root() {
-    programs_of_root_go_on(&Victim::up());
+    no_program_of_root_is_stopped(&Victim::up());
 }
 
 #[test]
 fn a_program_that_becomes_another_user_ends_no_program_of_root_without_passrights() {
-    programs_of_root_go_on(&Victim::up_in(&[("AQUIFER_TEST_NO_PASSRIGHTS", "1")]));
+    no_program_of_root_is_stopped(&Victim::up_in(&[("AQUIFER_TEST_NO_PASSRIGHTS", "1")]));
 }

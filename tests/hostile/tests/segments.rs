@@ -1,4 +1,4 @@
-//! Attacks of a program with segments: those of other users go on.
+//! Attacks of a program with segments stop no segments of other users.
 
 use std::process::Stdio;
 

@@ -28,8 +28,8 @@ pub enum StopOutcome {
     Terminated,
     /// By SIGKILL, after it had not ended in time.
     Killed,
-    /// It runs no more, but the kernel has not removed its process: it frees much memory, or waits
-    /// to close a descriptor that a user has sent.
+    /// The daemon runs no more, but the kernel has not removed the process: the kernel frees much
+    /// memory, or waits to close a descriptor that a user has sent.
     Unremoved(u32),
 }
 

@@ -58,8 +58,8 @@ pub struct LastProcessWatch<'a> {
     /// Checks since the word was cleared, or since the agent reported the end of the process.
     checks: u32,
     pause_ns: u64,
-    /// Whether the agent was told that only the worker has the memory. The program can write to the
-    /// control memory, so what is stored there does not tell it.
+    /// Whether the worker has reported to the agent that only the worker has the memory. The
+    /// program can overwrite the report in the control memory.
     has_reported: bool,
 }
 

@@ -56,7 +56,7 @@ pub(crate) struct ProcessEdge {
     attachment: Option<Attachment>,
     started: Instant,
     is_loss_reported: bool,
-    /// Since when the worker of a program whose process has ended does not complete a command.
+    /// The time from which the worker of a program whose process has ended completes no command.
     stalled_since: Cell<Option<Instant>>,
     core_follower: CoreFollower,
     journal: Journal,

@@ -172,7 +172,7 @@ impl MonitorLoop {
     fn handle_end(&mut self) -> bool {
         if self.program.has_process_ended.swap(false, SeqCst) {
             self.monitor.edge().report_process_end();
-            // The memory is looked for, too: the program may have made its worker silent.
+            // The monitor checks the memory, too: the program may keep the worker from reporting.
             self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
         }
         let has_exited = self.program.has_exited();

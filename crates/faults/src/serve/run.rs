@@ -77,7 +77,7 @@ pub struct Run {
     ended_programs: FaultStats,
     end_reason: Mutex<Option<String>>,
     notices: Mutex<Vec<String>>,
-    /// Whether its pages wait for a block of the mempool, for so long that its owner is told.
+    /// Whether its pages wait for a block of the mempool, and its owner is notified.
     waits_in_mempool: AtomicBool,
     /// Its processes that are not paged.
     unpaged: Mutex<Vec<UnpagedProcess>>,

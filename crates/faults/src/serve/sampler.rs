@@ -58,7 +58,7 @@ const SHORTAGE_AFTER: Duration = Duration::from_secs(1);
 /// but not more often than this.
 const SHORTAGE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// What helps if the mempool has no free block.
+/// Advice if the mempool has no free block.
 const MORE_MEMPOOL_ADVICE: &str =
     "wait until other runs have ended, or give the agent a larger mempool (aquifer up --mempool)";
 
@@ -134,7 +134,7 @@ struct SampledRun {
     told_of_shortage: Option<Instant>,
     /// How long a program of the run has waited for a block of the mempool.
     mempool_wait: Option<ObservedDuration>,
-    /// When the owner was told of that last.
+    /// The time of the last notice of that to the owner.
     told_of_mempool_wait: Option<Instant>,
     family: Family,
     quiet: Quiet,

@@ -1,7 +1,7 @@
 //! The numbers of segments that each user has used on a host.
 //!
-//! An agent remembers what was decided of a segment that has left or was deallocated, as long as it
-//! lives, and its number can be used again. So a user may use only so many.
+//! An agent remembers what was decided of a segment that has left or was deallocated, as long as
+//! the agent lives. The number can be used again, so a user needs only a bounded number of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 

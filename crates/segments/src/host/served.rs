@@ -15,7 +15,7 @@ use super::{SegmentError, SegmentKey};
 /// Faults that are served. Its threads end after it is dropped.
 ///
 /// The last close of a userfaultfd waits for the lock of its memory, which a hostile program can
-/// hold for ever. So the thread that serves the faults has a reference until it is told to stop,
+/// hold for ever. So the thread that serves the faults has a reference until it must stop,
 /// and a drop of this value is never the last close.
 #[derive(Debug)]
 pub(super) struct ServedFaults {
@@ -35,7 +35,7 @@ impl ServedFaults {
         self.faults.clone()
     }
 
-    /// Lets all threads of the program go on that wait, so that they touch their pages again.
+    /// Wakes all threads of the program that wait, so that they touch their pages again.
     pub(super) fn wake_all(&self) {
         // Fails if the program has ended.
         let _has_ended = self.faults.as_ref().map(|faults| faults.wake_all());
@@ -79,7 +79,7 @@ impl Drop for ServedFaults {
     /// The threads end by themselves. They are not waited for: the descriptor is the program's too,
     /// which can make them wait.
     fn drop(&mut self) {
-        // Before the thread is told to stop, which has the last reference.
+        // Before the stop of the thread, which has the last reference.
         self.faults.take();
         let written = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         debug_assert!(written.is_ok(), "a counter can be incremented");

@@ -501,7 +501,7 @@ impl World {
         self.hosts.truncate(1);
         self.left.fill_with(|| None);
         self.start_host(0)?;
-        // It sees who is dead, and then the grace times pass.
+        // The host lists the dead hosts, and then their grace times pass.
         self.recovery_turn(0)?;
         self.directory.advance(Duration::from_millis(GRACE_MS));
         for _ in 0..RECOVERY_TURNS_MAX {

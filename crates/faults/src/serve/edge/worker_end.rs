@@ -11,14 +11,14 @@ use super::ProcessEdge;
 const STALL_MAX: Duration = Duration::from_secs(5);
 /// Longest time between the end of a worker that is killed together with its program, and the end
 /// of the program.
-const WORKER_END_PATIENCE: Duration = Duration::from_secs(5);
+const WORKER_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl ProcessEdge {
     /// Whether a worker that does not complete a command need not be waited for any more.
     ///
     /// Ends the run if the program has overwritten the command. It can have overwritten other words
-    /// as well: so the worker is told here, too, that the program's process has ended, and the
-    /// memory is looked for if it has.
+    /// as well: so this reports the end of the program's process to the worker again, and checks
+    /// whether the memory still exists.
     pub(super) fn is_over(&self) -> bool {
         if self.program.is_killed() || self.program.has_exited() {
             return true;
@@ -67,7 +67,7 @@ impl ProcessEdge {
     pub(crate) fn end_run_if_worker_failed(&self) {
         let (Some(attachment), Some(process)) = (&self.attachment, self.program.process()) else { return };
         let has_failed = attachment.worker.process() != 0 && !attachment.worker.is_last();
-        if has_failed && !has_ended(process.pidfd(), WORKER_END_PATIENCE) {
+        if has_failed && !has_ended(process.pidfd(), WORKER_END_TIMEOUT) {
             self.run.end(&format!(
                 "the worker of process {} was killed, so its memory cannot be paged any more",
                 process.pid()
