@@ -6,7 +6,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use aquifer_fabric::reconnecting::{
     AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint, TargetDescription,
@@ -37,10 +36,6 @@ impl Reconnect for SimReconnect {
             Err(_) if self.is_hopeless.load(Ordering::Relaxed) => ReconnectOutcome::Gone,
             Err(_) => ReconnectOutcome::Retry,
         }
-    }
-
-    fn timeout(&self) -> Duration {
-        Duration::MAX
     }
 
     fn is_blocking(&self) -> bool {

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -41,11 +41,8 @@ impl ReconnectOutcome {
 
 /// The way back to a target that is away.
 pub trait Reconnect: Send + Sync + Debug {
-    /// Tries once to connect.
+    /// Tries once to connect. It alone decides when the target is gone: no timer ends the attempts.
     fn attempt(&self) -> ReconnectOutcome;
-
-    /// The time after which there are no further attempts.
-    fn timeout(&self) -> Duration;
 
     /// Whether an attempt may block. If so a thread makes it, otherwise the thread that polls.
     fn is_blocking(&self) -> bool {
@@ -117,7 +114,7 @@ impl ReconnectAttempts {
         }
         let mut left = drain.clone();
         let task = BackgroundTask::start("fabric-reconn", move |is_awaited| {
-            reconnect_until(&*reconnect, left.as_mut(), is_awaited)
+            attempt_until_known(&*reconnect, left.as_mut(), is_awaited)
         })?;
         Ok(Self { mode: SearchMode::Thread(task), drain })
     }
@@ -156,21 +153,22 @@ impl ReconnectAttempts {
 }
 
 fn try_reconnect(reconnect: &dyn Reconnect, drain: Option<&mut SharedDrain>) -> ReconnectOutcome {
-    // Repeated work must not be followed by operations that were sent before it.
-    if drain.is_some_and(|drain| drain.drain().is_err()) {
-        ReconnectOutcome::Retry
-    } else {
-        reconnect.attempt()
+    let is_drained = drain.is_none_or(|drain| drain.drain().is_ok());
+    match reconnect.attempt() {
+        // Repeated work must not be followed by operations that were sent before it.
+        ReconnectOutcome::Connected(_) if !is_drained => ReconnectOutcome::Retry,
+        // A target that answers no drain may be gone.
+        outcome => outcome,
     }
 }
 
-fn reconnect_until(
+/// Attempts to reconnect until the outcome is known, or is no longer awaited.
+fn attempt_until_known(
     reconnect: &dyn Reconnect,
     mut drain: Option<&mut SharedDrain>,
     is_awaited: &dyn Fn() -> bool,
 ) -> Reconnected {
-    let begun = Instant::now();
-    while is_awaited() && begun.elapsed() < reconnect.timeout() {
+    while is_awaited() {
         match try_reconnect(reconnect, drain.as_deref_mut()).into_result() {
             Some(result) => return result,
             None => std::thread::sleep(RETRY_EVERY),

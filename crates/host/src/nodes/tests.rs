@@ -1,8 +1,9 @@
 use std::time::Duration;
 
+use super::reconnect::Reconnector;
 use super::*;
 use aquifer_directory::sim::DirectoryWorld;
-use aquifer_fabric::reconnecting::{Reconnect, ReconnectOutcome};
+use aquifer_fabric::reconnecting::{AwayPolicy, Reconnect, ReconnectOutcome};
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::{Access, LocalSlice, Memory, RemoteAddr, Scope, Target, Verb, Work, WorkError};
 
@@ -73,7 +74,7 @@ fn a_late_listing_does_not_undo_an_event() {
     while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
         nodes.apply_event(&event);
     }
-    nodes.apply_listing(&listing);
+    nodes.apply_listing(&listing, Instant::now());
     assert_eq!(nodes.list(), [NodeId(2)]);
 }
 
@@ -89,26 +90,56 @@ fn a_listing_removes_nodes_whose_deletion_was_missed() {
     assert_eq!(nodes.list(), [NodeId(2)]);
 }
 
-/// A lease can end because its node, or the directory, was too busy to renew it.
+/// A lease can end because its node, or the directory, was too busy to renew it, or because the
+/// node is cut off from the directory.
 #[test]
 fn a_node_without_a_lease_is_used_as_long_as_it_answers() {
+    for kept_ms in [0, 1] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("node");
+        let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
+        let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
+        target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
+        let nodes = nodes(&directory);
+        register_at(&*directory, 1, path.display().to_string(), kept_ms);
+        nodes.refresh().expect("list");
+        directory.delete(&names::node_key(1)).expect("delete");
+        nodes.refresh().expect("list");
+        assert_eq!(nodes.list(), []);
+        let connector = nodes.connector(5, EndpointPurpose::Fetch);
+        assert!(!connector.connect(NodeId(1)).expect("it answers").is_broken());
+        drop(target);
+        assert!(connector.connect(NodeId(1)).is_err(), "its memory is gone");
+        assert!(connector.connect_lazily(NodeId(2)).is_err(), "it was never seen");
+    }
+}
+
+/// A host that was stopped or cut off must not take the time that has passed for a loss.
+#[test]
+fn the_return_of_a_node_counts_although_the_host_has_not_heard_of_it() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("node");
-    let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
-    let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
-    target.register(memory, Access::ALL, Scope::Anyone).expect("room");
     let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
     let nodes = nodes(&directory);
-    register_at(&*directory, 1, path.display().to_string(), 0);
+    let away_address = folder.path().join("away").display().to_string();
+    register_at(&*directory, 1, away_address, 1);
     nodes.refresh().expect("list");
     directory.delete(&names::node_key(1)).expect("delete");
     nodes.refresh().expect("list");
-    assert_eq!(nodes.list(), []);
-    let connector = nodes.connector(5, EndpointPurpose::Fetch);
-    assert!(!connector.connect(NodeId(1)).expect("it answers").is_broken());
-    drop(target);
-    assert!(connector.connect(NodeId(1)).is_err(), "its memory is gone");
-    assert!(connector.connect_lazily(NodeId(2)).is_err(), "it was never seen");
+    let reconnector = Reconnector { nodes: Arc::clone(&nodes), node: NodeId(1), tenant: Tenant(5), epoch: 1 };
+    assert!(matches!(reconnector.attempt(), ReconnectOutcome::Retry));
+    // It returns, at another address.
+    let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
+    let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
+    target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+    register_at(&*directory, 1, path.display().to_string(), 1);
+    loop {
+        match reconnector.attempt() {
+            ReconnectOutcome::Retry => std::thread::yield_now(),
+            outcome => break assert!(matches!(outcome, ReconnectOutcome::Connected(_)), "{outcome:?}"),
+        }
+    }
 }
 
 #[test]
@@ -137,10 +168,8 @@ fn connect_lazily_does_not_wait_for_a_node_that_is_away() {
     assert!(
         nodes.connect_lazily(NodeId(1), Tenant(5), EndpointPurpose::Write).expect("it may return").is_away()
     );
-    let reconnector = |epoch| {
-        let (nodes, grace) = (Arc::clone(&nodes), Duration::from_secs(3600));
-        Reconnector { nodes, node: NodeId(1), tenant: Tenant(5), epoch, grace }
-    };
+    let reconnector =
+        |epoch| Reconnector { nodes: Arc::clone(&nodes), node: NodeId(1), tenant: Tenant(5), epoch };
     assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Retry));
     let restarted = listen();
     register_at(&*directory, 1, path.display().to_string(), 3_600_000);
@@ -188,8 +217,7 @@ fn operations_of_a_fenced_host_wait() {
         assert_eq!(rustix::event::poll(&mut ready, Some(&rustix::fs::Timespec::default())), Ok(0));
         assert_eq!(read(&mut failing), Some(Err(WorkError::Away)));
         assert!(connector.connect_without_waiting(NodeId(1)).is_err_and(|error| error.is_fence()));
-        let attempt =
-            nodes.try_connect(NodeId(1), Tenant(5), EndpointPurpose::Fetch, AwayPolicy::Wait, &mut None);
+        let attempt = nodes.try_connect(NodeId(1), Tenant(5), EndpointPurpose::Fetch, AwayPolicy::Wait);
         assert!(attempt.is_err_and(|failure| failure.is_temporary), "it waits");
     }
 }

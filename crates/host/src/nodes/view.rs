@@ -11,6 +11,8 @@ use aquifer_directory::names::{NodeLife, NodeRecord};
 use aquifer_fabric::{FabricAddress, FabricAddressError};
 use aquifer_pool::NodeId;
 
+use super::away::{AwayNode, FailedAttempts};
+
 /// How to connect to a node that is in the directory.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct PresentNode {
@@ -40,8 +42,9 @@ pub(super) enum NodeState {
     /// The node's lease has ended, and its memory ends with its process. Whether that still runs,
     /// only a connection shows: its pages are not lost before. It gets no new ones.
     Suspect(PresentNode),
-    /// The node is away, and may return with its memory.
-    Away,
+    /// The node's lease has ended, and its memory outlives its process: it may serve, or return.
+    /// It gets no new pages. It has how to connect to the node, if that is to be tried now.
+    Away(Option<PresentNode>),
     /// The node was never seen, or its memory is lost.
     Unknown,
 }
@@ -52,8 +55,10 @@ pub(super) struct NodeView {
     present: BTreeMap<NodeId, PresentNode>,
     /// Nodes whose lease has ended and whose memory is not kept, by their last record.
     suspects: BTreeMap<NodeId, PresentNode>,
-    /// Nodes that are away, each with the time until which its memory is kept.
-    away: BTreeMap<NodeId, Instant>,
+    /// Nodes whose lease has ended and whose memory is kept.
+    away: BTreeMap<NodeId, AwayNode>,
+    /// Attempts to connect to nodes of all kinds that have failed.
+    failed: BTreeMap<NodeId, FailedAttempts>,
     /// When each node left the directory that has not returned.
     missing: BTreeMap<NodeId, Instant>,
     /// Revision of the latest applied listing. Older events are ignored.
@@ -65,8 +70,9 @@ pub(super) struct NodeView {
 }
 
 impl NodeView {
-    /// Replaces all nodes by those of a listing, unless a newer listing or event was applied.
-    pub fn apply_listing(&mut self, records: &[NodeRecord], revision: u64, now: Instant) {
+    /// Replaces all nodes by those of a listing that began at `begun`, unless a newer listing or
+    /// event was applied.
+    pub fn apply_listing(&mut self, records: &[NodeRecord], revision: u64, begun: Instant, now: Instant) {
         if self.listing_revision.max(self.event_revision) > revision {
             return;
         }
@@ -79,6 +85,7 @@ impl NodeView {
             .collect();
         missing.into_iter().for_each(|node| self.remove(node, now));
         records.iter().for_each(|record| self.insert(record, now));
+        self.away.values_mut().for_each(|away| away.note_absence(begun));
     }
 
     /// Applies a change of one node, unless a newer listing was applied. `record` is `None` if the
@@ -99,7 +106,8 @@ impl NodeView {
         for life in lives.iter().filter(|life| life.kept_ms > 0) {
             let node = NodeId(life.node);
             if !self.present.contains_key(&node) {
-                self.away.insert(node, now + Duration::from_millis(life.kept_ms));
+                let grace = Duration::from_millis(life.kept_ms);
+                self.away.entry(node).or_insert_with(|| AwayNode::unseen(grace, now));
             }
         }
     }
@@ -116,6 +124,7 @@ impl NodeView {
         self.missing.remove(&node);
         self.away.remove(&node);
         self.suspects.remove(&node);
+        self.failed.remove(&node);
         match PresentNode::from_record(record) {
             Ok(present) => {
                 self.present.insert(node, present);
@@ -142,7 +151,7 @@ impl NodeView {
         }
         match last {
             Some(present) if present.grace.is_zero() => drop(self.suspects.insert(node, present)),
-            Some(present) => drop(self.away.insert(node, now + present.grace)),
+            Some(present) => drop(self.away.insert(node, AwayNode::left(present, now))),
             None => {}
         }
     }
@@ -155,8 +164,27 @@ impl NodeView {
         if let Some(suspect) = self.suspects.get(&node) {
             return NodeState::Suspect(suspect.clone());
         }
-        let is_kept = self.away.get(&node).is_some_and(|until| now < *until);
-        if is_kept { NodeState::Away } else { NodeState::Unknown }
+        let failed = self.failed.get(&node).copied();
+        match self.away.get(&node) {
+            Some(away) if !away.is_lost(failed) => NodeState::Away(away.to_try(failed, now).cloned()),
+            Some(_) | None => NodeState::Unknown,
+        }
+    }
+
+    /// Whether a listing of the directory has to show what became of a node that is away.
+    pub fn wants_listing(&self, node: NodeId, now: Instant) -> bool {
+        self.away.get(&node).is_some_and(|away| away.wants_listing(self.failed.get(&node).copied(), now))
+    }
+
+    /// Records that an attempt to connect to a node, begun at `begun`, has not found its target.
+    pub fn note_failed_attempt(&mut self, node: NodeId, begun: Instant) {
+        let failed = self.failed.entry(node).or_insert(FailedAttempts { first: begun, latest: begun });
+        failed.latest = failed.latest.max(begun);
+    }
+
+    /// Records that a node has accepted a connection.
+    pub fn note_connection(&mut self, node: NodeId) {
+        self.failed.remove(&node);
     }
 
     /// The nodes that have left the directory since this view exists, and when.
@@ -189,15 +217,17 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_node_is_away_while_its_memory_is_kept() {
+    fn a_deleted_node_is_away_if_its_memory_is_kept() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let mut view = NodeView::default();
-        view.apply_listing(&[record(1, 7, 500), record(2, 8, 0)], 10, start);
+        view.apply_listing(&[record(1, 7, 500), record(2, 8, 0)], 10, start, start);
         view.apply_event(NodeId(1), None, 11, at(100));
         view.apply_event(NodeId(2), None, 12, at(100));
-        assert_eq!(view.state(NodeId(1), at(599)), NodeState::Away);
-        assert_eq!(view.state(NodeId(1), at(600)), NodeState::Unknown);
+        let is_away = |view: &NodeView, ms| {
+            matches!(view.state(NodeId(1), at(ms)), NodeState::Away(Some(PresentNode { epoch: 7, .. })))
+        };
+        assert!(is_away(&view, 599));
         assert!(matches!(view.state(NodeId(2), at(100)), NodeState::Suspect(PresentNode { epoch: 8, .. })));
         assert!(view.present().all(|node| node != NodeId(2)), "it gets no new pages");
         assert!(view.missing().eq([(NodeId(1), at(100)), (NodeId(2), at(100))]));
@@ -205,8 +235,67 @@ mod tests {
         assert!(matches!(view.state(NodeId(1), at(900)), NodeState::Present(PresentNode { epoch: 7, .. })));
         assert!(view.missing().eq([(NodeId(2), at(100))]), "the other one has returned");
         // A listing without the node has the effect of a deletion.
-        view.apply_listing(&[], 14, at(1000));
-        assert_eq!(view.state(NodeId(1), at(1400)), NodeState::Away);
+        view.apply_listing(&[], 14, at(1000), at(1000));
+        assert!(is_away(&view, 1400));
+    }
+
+    #[test]
+    fn kept_memory_is_lost_only_when_directory_and_node_say_so_after_the_grace_time() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut view = NodeView::default();
+        let state = |view: &NodeView, ms| view.state(NodeId(1), at(ms));
+        view.apply_listing(&[record(1, 7, 500)], 10, start, start);
+        view.apply_event(NodeId(1), None, 11, at(100));
+        // Time alone shows nothing, nor do listings and attempts before its end.
+        view.apply_listing(&[], 12, at(599), at(650));
+        view.note_failed_attempt(NodeId(1), at(50));
+        view.note_failed_attempt(NodeId(1), at(599));
+        assert!(matches!(state(&view, 100_000), NodeState::Away(Some(_))));
+        assert!(!view.wants_listing(NodeId(1), at(599)) && view.wants_listing(NodeId(1), at(600)));
+        // Neither does a listing alone, nor an attempt alone.
+        view.apply_listing(&[], 12, at(700), at(700));
+        assert!(matches!(state(&view, 100_000), NodeState::Away(Some(_))));
+        view.note_failed_attempt(NodeId(1), at(700));
+        assert_eq!(state(&view, 700), NodeState::Unknown);
+        assert!(!view.wants_listing(NodeId(1), at(700)));
+        // It has come back after all.
+        view.apply_event(NodeId(1), Some(&record(1, 7, 500)), 13, at(800));
+        assert!(matches!(state(&view, 800), NodeState::Present(_)));
+    }
+
+    #[test]
+    fn the_grace_time_of_a_node_that_outlives_its_lease_begins_with_its_end() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut view = NodeView::default();
+        view.apply_listing(&[record(1, 7, 500)], 10, start, start);
+        view.apply_listing(&[], 11, at(100), at(100));
+        view.note_failed_attempt(NodeId(1), at(200));
+        view.note_connection(NodeId(1));
+        for ms in [9_000, 9_499] {
+            view.note_failed_attempt(NodeId(1), at(ms));
+            view.apply_listing(&[], 11, at(ms), at(ms));
+            assert!(matches!(view.state(NodeId(1), at(ms)), NodeState::Away(_)), "{ms} ms");
+        }
+        view.note_failed_attempt(NodeId(1), at(9_500));
+        view.apply_listing(&[], 11, at(9_500), at(9_500));
+        assert_eq!(view.state(NodeId(1), at(9_500)), NodeState::Unknown);
+    }
+
+    #[test]
+    fn attempts_to_connect_to_an_away_node_have_an_interval() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut view = NodeView::default();
+        view.apply_listing(&[record(1, 7, 500)], 10, start, start);
+        view.apply_event(NodeId(1), None, 11, start);
+        view.note_failed_attempt(NodeId(1), at(10));
+        assert_eq!(view.state(NodeId(1), at(109)), NodeState::Away(None));
+        assert!(matches!(view.state(NodeId(1), at(110)), NodeState::Away(Some(_))));
+        // Once one has succeeded, the others need not wait.
+        view.note_connection(NodeId(1));
+        assert!(matches!(view.state(NodeId(1), at(11)), NodeState::Away(Some(_))));
     }
 
     #[test]
@@ -214,11 +303,15 @@ mod tests {
         let start = Instant::now();
         let life = |node, kept_ms| NodeLife { node, epoch: 1, kept_ms };
         let mut view = NodeView::default();
-        view.apply_listing(&[record(1, 1, 500)], 10, start);
+        view.apply_listing(&[record(1, 1, 500)], 10, start, start);
         view.add_lives(&[life(1, 500), life(2, 500), life(3, 0)], start);
-        assert_eq!(view.state(NodeId(2), start), NodeState::Away);
+        assert_eq!(view.state(NodeId(2), start), NodeState::Away(None));
         assert_eq!(view.state(NodeId(3), start), NodeState::Unknown);
         assert!(matches!(view.state(NodeId(1), start), NodeState::Present(_)));
         assert_eq!(view.present().len(), 1);
+        let later = start + Duration::from_millis(500);
+        assert_eq!(view.state(NodeId(2), later), NodeState::Away(None));
+        view.apply_listing(&[record(1, 1, 500)], 10, later, later);
+        assert_eq!(view.state(NodeId(2), later), NodeState::Unknown, "it has no address to try");
     }
 }

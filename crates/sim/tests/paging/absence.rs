@@ -1,7 +1,6 @@
 //! Nodes whose processes end and return, and whose memory is kept meanwhile.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use aquifer_fabric::reconnecting::{AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint};
 use aquifer_fabric::sim::{SimFabric, SimNodeId};
@@ -65,10 +64,6 @@ impl Reconnect for NodeReturn {
         }
         // The node was dead, is partitioned, or has fenced this host.
         self.fabric.connect(self.node, self.who).map_or(ReconnectOutcome::Gone, ReconnectOutcome::Connected)
-    }
-
-    fn timeout(&self) -> Duration {
-        Duration::MAX
     }
 
     fn is_blocking(&self) -> bool {

@@ -1,0 +1,80 @@
+//! When the memory of a node that is away is taken for lost.
+//!
+//! Pure: time is an argument.
+
+use std::time::{Duration, Instant};
+
+use super::view::PresentNode;
+
+/// Interval between attempts to connect to a node that is away, by all threads together.
+const ATTEMPT_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Attempts to connect to a node that have failed, without one that succeeded in between.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FailedAttempts {
+    /// When the first attempt began.
+    pub first: Instant,
+    /// When the latest attempt began.
+    pub latest: Instant,
+}
+
+/// A node without a lease whose memory outlives its process.
+///
+/// No timer decides that its memory is lost: the node may be cut off from the directory and serve,
+/// and this host may have been stopped or cut off while the node returned.
+#[derive(Debug)]
+pub(super) struct AwayNode {
+    /// How to connect to the node; `None` if this process has never seen it.
+    last: Option<PresentNode>,
+    /// The time for which the memory outlives its process.
+    grace: Duration,
+    /// When this host learned that the lease had ended.
+    left_at: Instant,
+    /// When the latest listing began that does not have the node.
+    absent_at: Option<Instant>,
+}
+
+impl AwayNode {
+    /// A node that was present until now.
+    pub const fn left(last: PresentNode, now: Instant) -> Self {
+        Self { grace: last.grace, last: Some(last), left_at: now, absent_at: None }
+    }
+
+    /// A node that was away before this process started.
+    pub const fn unseen(grace: Duration, now: Instant) -> Self {
+        Self { last: None, grace, left_at: now, absent_at: None }
+    }
+
+    /// Records that a listing which began at `begun` does not have the node.
+    pub const fn note_absence(&mut self, begun: Instant) {
+        self.absent_at = Some(begun);
+    }
+
+    /// The time until which the node's memory is kept if the node's process has ended. A process
+    /// may outlive its lease; it has not ended before an attempt to connect failed.
+    fn kept_until(&self, failed: Option<FailedAttempts>) -> Instant {
+        let ended_at = failed.map_or(self.left_at, |failed| failed.first.max(self.left_at));
+        ended_at + self.grace
+    }
+
+    /// Whether the memory is lost: its time has passed, and both an attempt to connect and a
+    /// listing of the directory, begun later, have not found the node.
+    pub fn is_lost(&self, failed: Option<FailedAttempts>) -> bool {
+        let kept_until = self.kept_until(failed);
+        let is_absent = self.absent_at.is_some_and(|begun| begun >= kept_until);
+        let is_unreachable = self.last.is_none() || failed.is_some_and(|failed| failed.latest >= kept_until);
+        is_absent && is_unreachable
+    }
+
+    /// Whether only a listing of the directory can show that the memory is lost, or that the node
+    /// has returned.
+    pub fn wants_listing(&self, failed: Option<FailedAttempts>, now: Instant) -> bool {
+        now >= self.kept_until(failed) && !self.is_lost(failed)
+    }
+
+    /// How to connect to the node, if that is to be tried now.
+    pub fn to_try(&self, failed: Option<FailedAttempts>, now: Instant) -> Option<&PresentNode> {
+        let is_due = failed.is_none_or(|failed| now >= failed.latest + ATTEMPT_INTERVAL);
+        self.last.as_ref().filter(|_| is_due)
+    }
+}

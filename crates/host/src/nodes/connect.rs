@@ -1,0 +1,319 @@
+//! Connects tenants to memory nodes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use aquifer_channel::descriptor_shares::DescriptorCharge;
+use aquifer_fabric::reconnecting::{AwayPolicy, ReconnectingEndpoint, TargetDescription};
+use aquifer_fabric::{Endpoint, EndpointError, Identity, Tenant};
+use aquifer_pool::NodeId;
+
+use super::fenced::FenceTolerant;
+use super::reconnect::Reconnector;
+use super::shares::ShareKey;
+use super::view::{NodeState, PresentNode};
+use super::{AfterFence, Contact, EndpointPurpose, NodeRegistry, lock};
+
+/// Interval between attempts to connect to a node that is away.
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
+/// Interval between attempts to connect to a node that has fenced this host: it refuses until this
+/// process ends.
+const FENCED_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between listings of the directory that show what became of a node that is away.
+const LISTING_INTERVAL: Duration = Duration::from_secs(1);
+/// Descriptors of an endpoint. Its thread, if it has one, is one of many users.
+const ENDPOINT_DESCRIPTORS: usize = 3;
+
+/// Why an attempt to connect has failed.
+pub(super) struct ConnectFailure {
+    pub error: EndpointError,
+    /// True if the node may return with its memory.
+    pub is_temporary: bool,
+}
+
+impl NodeRegistry {
+    /// Connects to a node on behalf of a tenant. Waits for a node that is away and whose memory
+    /// is kept; READs and WRITEs on the endpoint wait for it, too.
+    ///
+    /// # Errors
+    /// If the node cannot be reached or refuses the connection.
+    pub fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_for(node, tenant, EndpointPurpose::Write)
+    }
+
+    pub(super) fn connect_for(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        purpose: EndpointPurpose,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_in(node, tenant, purpose, AwayPolicy::Wait)
+    }
+
+    /// Connects to a node as [`Connector::connect_without_waiting`] does.
+    pub(crate) fn connect_without_waiting(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_in(node, tenant, EndpointPurpose::Allocate, AwayPolicy::Fail)
+    }
+
+    /// Connects to a node as [`Connector::connect_lazily`] does.
+    pub(crate) fn connect_lazily(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        purpose: EndpointPurpose,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        match self.try_connect(node, tenant, purpose, AwayPolicy::Wait) {
+            Ok(endpoint) => return Ok(endpoint),
+            Err(ConnectFailure { error, is_temporary: false }) => return Err(error),
+            // It is not away.
+            Err(ConnectFailure { error, .. }) if error.is_lack_of_room() => {
+                return self.connect_for(node, tenant, purpose);
+            }
+            Err(_) => {}
+        }
+        let contact = lock(&self.contacts).get(&(node, tenant)).cloned();
+        match (contact, self.me.upgrade()) {
+            (Some(Contact { target, epoch }), Some(nodes)) => {
+                let reconnector = Arc::new(Reconnector { nodes, node, tenant, epoch });
+                let policy = AwayPolicy::Wait;
+                let endpoint = ReconnectingEndpoint::to_away_target(target, reconnector, policy);
+                Ok(self.tolerating_fences(node, Box::new(endpoint), policy))
+            }
+            _ => self.connect_for(node, tenant, purpose),
+        }
+    }
+
+    fn connect_in(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        purpose: EndpointPurpose,
+        policy: AwayPolicy,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        loop {
+            match self.try_connect(node, tenant, purpose, policy) {
+                Ok(endpoint) => {
+                    lock(&self.failures).remove(&node);
+                    self.has_connected.store(true, Relaxed);
+                    return Ok(endpoint);
+                }
+                Err(failure) if policy == AwayPolicy::Fail || !failure.is_temporary => {
+                    lock(&self.failures).insert(node, failure.error.to_string());
+                    return Err(failure.error);
+                }
+                Err(failure) => {
+                    self.log_wait(node, &failure.error);
+                    let is_fence = failure.error.is_fence();
+                    std::thread::sleep(if is_fence { FENCED_RETRY_INTERVAL } else { RETRY_INTERVAL });
+                }
+            }
+        }
+    }
+
+    /// One attempt to connect.
+    pub(super) fn try_connect(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        purpose: EndpointPurpose,
+        policy: AwayPolicy,
+    ) -> Result<Box<dyn Endpoint>, ConnectFailure> {
+        let state = match policy {
+            AwayPolicy::Wait => self.awaited_state(node),
+            AwayPolicy::Fail => self.state(node, Instant::now()),
+        };
+        let (last, is_suspect) = match state {
+            NodeState::Present(last) | NodeState::Away(Some(last)) => (last, false),
+            NodeState::Suspect(last) => (last, true),
+            NodeState::Away(None) => {
+                return Err(ConnectFailure { error: away_node(node), is_temporary: true });
+            }
+            NodeState::Unknown => {
+                return Err(ConnectFailure { error: unknown_node(node), is_temporary: false });
+            }
+        };
+        self.share_endpoint(node, tenant, purpose, &last, policy).map_err(|error| {
+            let is_temporary = self.awaits_end_after(&error)
+                || if is_suspect {
+                    // One that does not answer either has ended, for all that can be known.
+                    error.is_lack_of_room() && !error.is_timeout()
+                } else {
+                    error.is_lack_of_room() || error.is_target_away() && !last.grace.is_zero()
+                };
+            ConnectFailure { error, is_temporary }
+        })
+    }
+
+    /// Whether to wait for the end of this process: its lease has ended.
+    fn awaits_end_after(&self, error: &EndpointError) -> bool {
+        error.is_fence() && self.after_fence == AfterFence::Wait
+    }
+
+    /// An endpoint to a node, of its own or shared.
+    fn share_endpoint(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        purpose: EndpointPurpose,
+        present: &PresentNode,
+        policy: AwayPolicy,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let key = ShareKey { node, life: present.epoch, tenant, purpose };
+        self.shares.endpoint(key, || {
+            let endpoint = self.open_endpoint(node, present, tenant)?;
+            self.shares.forget_earlier_lives(node, present.epoch);
+            Ok((self.wrap(node, tenant, endpoint, present, policy), self.charge_endpoint(tenant)))
+        })
+    }
+
+    /// Charges an endpoint to the user of a tenant. The user has at most a few of its own, and one
+    /// for several programs, runs or sessions, which could not use the node without it.
+    fn charge_endpoint(&self, tenant: Tenant) -> Option<DescriptorCharge> {
+        let shares = self.descriptors.get()?;
+        Some(shares.charge_always(tenant.0, ENDPOINT_DESCRIPTORS))
+    }
+
+    /// Says at intervals what connections wait for.
+    fn log_wait(&self, node: NodeId, error: &EndpointError) {
+        if error.is_lack_of_room()
+            && let Some(attempts) = lock(&self.waits).record(Instant::now())
+        {
+            tracing::warn!(
+                node = node.0, %error, attempts, "waiting for an endpoint; pages stay where they are"
+            );
+        }
+    }
+
+    /// Records a connection, unless another thread has recorded one to a later life of the node.
+    fn record_contact(&self, node: NodeId, tenant: Tenant, contact: Contact) {
+        let mut contacts = lock(&self.contacts);
+        if contacts.get(&(node, tenant)).is_none_or(|before| before.epoch <= contact.epoch) {
+            contacts.insert((node, tenant), contact);
+        }
+    }
+
+    /// If the node's memory is kept, wraps an endpoint so that it survives a restart of the node.
+    fn wrap(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        endpoint: Box<dyn Endpoint>,
+        present: &PresentNode,
+        policy: AwayPolicy,
+    ) -> Box<dyn Endpoint> {
+        let PresentNode { epoch, grace, .. } = *present;
+        let endpoint = match self.me.upgrade() {
+            Some(nodes) if !grace.is_zero() => {
+                self.record_contact(
+                    node,
+                    tenant,
+                    Contact { target: TargetDescription::of(&*endpoint), epoch },
+                );
+                let reconnector = Reconnector { nodes, node, tenant, epoch };
+                Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(reconnector), policy))
+            }
+            _ => endpoint,
+        };
+        self.tolerating_fences(node, endpoint, policy)
+    }
+
+    fn tolerating_fences(
+        &self,
+        node: NodeId,
+        endpoint: Box<dyn Endpoint>,
+        policy: AwayPolicy,
+    ) -> Box<dyn Endpoint> {
+        match self.after_fence {
+            AfterFence::Wait => Box::new(FenceTolerant::new(endpoint, node, policy)),
+            AfterFence::Fail => endpoint,
+        }
+    }
+
+    /// The state of a node for which a caller waits: lists the directory if only that can show what
+    /// became of the node.
+    pub(super) fn awaited_state(&self, node: NodeId) -> NodeState {
+        if self.read_view().wants_listing(node, Instant::now())
+            // Another thread lists, or has just listed, for all.
+            && let Ok(mut listed_at) = self.listed_at.try_lock()
+            && listed_at.is_none_or(|at| at.elapsed() >= LISTING_INTERVAL)
+        {
+            *listed_at = Some(Instant::now());
+            if let Err(error) = self.refresh() {
+                tracing::debug!(node = node.0, %error, "listing memory nodes failed; waiting for one");
+            }
+        }
+        self.state(node, Instant::now())
+    }
+
+    /// Opens an endpoint, checks that the node has opened its memory, and records the outcome.
+    pub(super) fn open_endpoint(
+        &self,
+        node: NodeId,
+        present: &PresentNode,
+        tenant: Tenant,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let begun = Instant::now();
+        let opened = self.try_open_endpoint(present, tenant);
+        match &opened {
+            Ok(_) => self.write_view().note_connection(node),
+            Err(error) if error.is_target_away() && (error.is_timeout() || !error.is_lack_of_room()) => {
+                self.write_view().note_failed_attempt(node, begun);
+            }
+            // The node has answered, or this machine cannot ask it.
+            Err(_) => {}
+        }
+        opened
+    }
+
+    fn try_open_endpoint(
+        &self,
+        present: &PresentNode,
+        tenant: Tenant,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let identity = Identity { tenant, ..self.identity };
+        let endpoint = present.address.connect(identity, self.key.as_ref(), &self.connect)?;
+        if endpoint.regions().is_empty() {
+            // The node has just been restarted; the directory has the record of its last process.
+            return Err(EndpointError::Unreachable {
+                address: present.address.address(),
+                source: std::io::Error::new(std::io::ErrorKind::NotConnected, "its memory is not open yet"),
+            });
+        }
+        Ok(endpoint)
+    }
+
+    /// Connects to a node under another identity than this host's.
+    pub(crate) fn connect_as(
+        &self,
+        node: NodeId,
+        identity: Identity,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        match self.state(node, Instant::now()) {
+            NodeState::Present(last) | NodeState::Suspect(last) | NodeState::Away(Some(last)) => {
+                last.address.connect(identity, self.key.as_ref(), &self.connect)
+            }
+            NodeState::Away(None) => Err(away_node(node)),
+            NodeState::Unknown => Err(unknown_node(node)),
+        }
+    }
+}
+
+fn unknown_node(node: NodeId) -> EndpointError {
+    unreachable_node(node, "the directory has no such node")
+}
+
+fn away_node(node: NodeId) -> EndpointError {
+    unreachable_node(node, "it is away, and its memory may be kept")
+}
+
+fn unreachable_node(node: NodeId, reason: &str) -> EndpointError {
+    EndpointError::Unreachable {
+        address: format!("memory node {}", node.0),
+        source: std::io::Error::new(std::io::ErrorKind::NotFound, reason),
+    }
+}
