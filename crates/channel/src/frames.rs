@@ -4,8 +4,10 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, HeldItem};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
@@ -61,7 +63,35 @@ pub fn frame_socket() -> io::Result<OwnedFd> {
 /// # Errors
 /// If no process listens there, or the path is too long.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
+    connect_socket(frame_socket()?, path)
+}
+
+/// Connects as [`connect`] does. No call on the socket waits longer than `timeout`: a process that
+/// is stopped accepts as many connections as its queue has room for, and answers none.
+///
+/// # Errors
+/// Those of [`connect`], and [`io::ErrorKind::WouldBlock`] after the timeout.
+pub fn connect_with_timeout(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
     let socket = frame_socket()?;
+    set_timeout(&socket, Some(timeout))?;
+    connect_socket(socket, path)
+}
+
+/// Limits the time for which a call on a socket waits; `None` for no limit. A timeout of zero is
+/// one of a millisecond.
+///
+/// # Errors
+/// Those of the system calls.
+pub fn set_timeout(socket: &OwnedFd, timeout: Option<Duration>) -> io::Result<()> {
+    // For the kernel, zero is no limit.
+    let timeout = timeout.map(|timeout| timeout.max(Duration::from_millis(1)));
+    for direction in [Timeout::Recv, Timeout::Send] {
+        set_socket_timeout(socket, direction, timeout)?;
+    }
+    Ok(())
+}
+
+fn connect_socket(socket: OwnedFd, path: &Path) -> io::Result<OwnedFd> {
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
     check_owner(&socket, path)?;
     Ok(socket)

@@ -31,7 +31,8 @@ pub mod socket;
 pub mod wakeup;
 
 pub use frames::{
-    HoldRefused, ReceiveError, RestoredItem, connect, frame_socket, receive_frame, send_frame, try_send_frame,
+    HoldRefused, ReceiveError, RestoredItem, connect, connect_with_timeout, frame_socket, receive_frame,
+    send_frame, set_timeout, try_send_frame,
 };
 pub use process::start_time;
 pub use ring_mapping::RingMapping;

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use aquifer_channel::ReceiveError;
 use aquifer_ipc::ring::{CorruptRing, RingStatus};
@@ -26,6 +27,12 @@ pub struct NoAgent {
 /// Connects to an agent.
 pub(crate) fn connect(path: &Path) -> Result<OwnedFd, NoAgent> {
     aquifer_channel::connect(path).map_err(|source| NoAgent { path: path.to_owned(), source })
+}
+
+/// Connects to an agent. No call on the connection waits longer than `timeout`.
+pub(crate) fn connect_with_timeout(path: &Path, timeout: Duration) -> Result<OwnedFd, NoAgent> {
+    aquifer_channel::connect_with_timeout(path, timeout)
+        .map_err(|source| NoAgent { path: path.to_owned(), source })
 }
 
 /// Why a call failed.

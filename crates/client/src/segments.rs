@@ -25,6 +25,7 @@
 //! A process keeps no descriptor of a segment. One that maps it by other means could go on writing
 //! to it after a hand-over to a process of the same host: processes of one user trust each other.
 
+mod connections;
 mod copies;
 mod link;
 

@@ -247,23 +247,28 @@ static void be_orphan(aquifer_process *self, int pulling)
     errx(1, "all pages are here");
 }
 
-/* Touches a segment of its own until it is not any more. */
+/* Touches a segment of its own until that is SIGSEGV, and prints when the last touch began that was
+   none, in nanoseconds of the monotonic clock. */
 static void own(aquifer_process *self)
 {
     aquifer_segment *segment;
+    struct timespec touched = {0};
     alarm(2 * PATIENCE_MS / 1000);
     done(aquifer_segment_allocate(self, 1, PAGE, &segment));
     puts("own");
     fflush(stdout);
     for (;;)
     {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
         int number = touch(aquifer_segment_address(segment));
         if (number == SIGSEGV)
         {
-            puts("SIGSEGV");
+            printf("SIGSEGV\n%jd\n", touched.tv_sec * (intmax_t)1000000000 + touched.tv_nsec);
             exit(0);
         }
         expect(number, 0, "a touch");
+        touched = now;
     }
 }
 

@@ -526,6 +526,29 @@ mod long {
         move_and_kill(2500, 500);
     }
 
+    /// The keeper holds the socket of an agent that has ended: connections to it succeed, and
+    /// nothing answers.
+    #[test]
+    fn a_process_loses_its_segments_before_another_host_can_have_them() {
+        // Shorter than the wait for one answer of an agent, of 10 s.
+        let mut cluster = Cluster::up_with("8s", true);
+        let [first, second] = &mut cluster.hosts[..] else { panic!("there are two hosts") };
+        let agents = [&first, &second].map(|host| host.state.path().join("agent.sock"));
+        let mut owner = PipedProgram::with(Programs::build().start(&agents[0], &["own", "owner"]));
+        owner.expect("own");
+        let taker = Process::open_at(&agents[1], "taker").expect("the agent runs");
+        first.to_etcd.as_ref().expect("it is relayed").stop();
+        eventually("its lease to end", || second.count_hosts().filter(|count| *count == 1));
+        let _stopped = Stopped::new(first.keeper.as_ref().expect("it runs"));
+        first.agent.take().expect("it runs").kill();
+        let _segment = eventually("another host to have the segment", || taker.allocate(1, 4096).ok());
+        let taken = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        owner.expect("SIGSEGV");
+        let line = owner.next_line();
+        let touched: i64 = line.trim_end().parse().expect("nanoseconds");
+        assert!(touched < taken.tv_sec * 1_000_000_000 + taken.tv_nsec, "two processes have it");
+    }
+
     /// By docs/guide/cluster.md, nodes refuse the host, and the next agent resumes its programs.
     #[test]
     fn programs_wait_for_an_agent_that_is_cut_off_from_the_directory() {

@@ -20,7 +20,8 @@ use aquifer_copies::{Change, Copies, CopyError, CopyNodes, Environment, Synced, 
 use aquifer_objects::client::HeapClient;
 use rustix::fs::{SeekFrom, seek};
 
-use super::link::{Line, ask, pause};
+use super::connections::ask;
+use super::link::{Line, pause};
 use super::{Error, Process, Segment, TransferFailure, done, error_of};
 use crate::error::connect;
 

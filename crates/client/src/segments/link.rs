@@ -10,26 +10,21 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_arena::calls::{Answer, Call, Tenure};
 use aquifer_arena::{PageFaults, revoke};
-use aquifer_channel::{receive_frame, send_frame};
-use aquifer_ipc::Frame;
+use aquifer_channel::receive_frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{Shutdown, shutdown};
 
 use super::Error;
-use crate::error::connect;
+use super::connections::{Connections, Ends, ask, send};
 
 /// Interval of attempts to connect, at which events of mappings are read as well.
 const TICK: Duration = Duration::from_millis(20);
-/// Longest wait for an answer of an agent to which it connects.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Questions to the agent whether it runs, in the grace time.
 const PULSES: u32 = 8;
 
@@ -52,6 +47,8 @@ struct State {
     connections: u64,
     /// How long this process may have its segments without an agent.
     grace: Duration,
+    /// The ends of the latest connections.
+    ends: Arc<Ends>,
     /// No agent has come in time.
     is_over: bool,
     /// The process wants no segments any more.
@@ -84,8 +81,11 @@ pub(super) enum Line {
 impl Link {
     /// Connects, and starts the thread that connects again.
     pub fn open(agent: &Path, process: &str) -> Result<Arc<Self>, Error> {
-        let Connected { calls, arrivals, ends, grace, .. } = connect_all(agent, process, Vec::new())?;
-        let state = State { connections: 1, grace, is_over: false, is_closing: false };
+        let Connections { calls, arrivals, ends, grace, .. } =
+            Connections::open(agent, process, Vec::new(), None)?;
+        let ends = Arc::new(ends);
+        let state =
+            State { connections: 1, grace, ends: Arc::clone(&ends), is_over: false, is_closing: false };
         let link = Arc::new(Self {
             agent: agent.to_owned(),
             process: process.to_owned(),
@@ -106,13 +106,12 @@ impl Link {
         &self.agent
     }
 
-    /// Ends the connections, of which the thread has copies.
+    /// Ends the connections, without waiting for calls or for an agent.
     pub fn close(&self) {
-        lock(&self.state).is_closing = true;
+        let mut state = lock(&self.state);
+        state.is_closing = true;
+        state.ends.shut_down();
         self.has_changed.notify_all();
-        for connection in [&self.calls, &self.arrivals] {
-            let _was_closed = shutdown(&*lock(connection), Shutdown::Both);
-        }
     }
 
     /// Asks the agent. If that ends before it answers, asks the next one: `call` is told whether it
@@ -207,13 +206,11 @@ impl Link {
     }
 
     /// Connects again whenever the agent ends.
-    fn watch(&self, mut ends: Ends) {
+    fn watch(&self, mut ends: Arc<Ends>) {
         loop {
             let last_answer = self.await_end(&ends);
             // Calls that wait for an answer learn of it, if only one has ended.
-            for end in [&ends.calls, &ends.arrivals] {
-                let _was_closed = shutdown(end, Shutdown::Both);
-            }
+            ends.shut_down();
             let (until, is_closing) = {
                 let state = lock(&self.state);
                 (last_answer + state.grace, state.is_closing)
@@ -238,18 +235,25 @@ impl Link {
                 PollFd::new(&ends.arrivals, PollFlags::RDHUP),
                 PollFd::new(pulse, PollFlags::IN),
             ];
-            let interval = Timespec::try_from(grace / PULSES).unwrap_or_default();
-            let is_over = match poll(&mut ends, Some(&interval)) {
+            let (now, deadline, interval) = (Instant::now(), last_answer + grace, grace / PULSES);
+            let until = match asked {
+                Some(asked) => deadline.max(asked + interval),
+                // After the deadline, this process was stopped, and asks at once.
+                None => deadline.min(now + interval),
+            };
+            let left = Timespec::try_from(until.saturating_duration_since(now)).unwrap_or_default();
+            let is_over = match poll(&mut ends, Some(&left)) {
                 Err(rustix::io::Errno::INTR) => false,
                 Err(_) => true,
-                Ok(0) if asked.is_some() => last_answer.elapsed() > grace,
+                Ok(0) if Instant::now() < until => false,
+                Ok(0) if asked.is_some() => true,
                 Ok(0) => {
                     asked = Some(Instant::now());
                     send(pulse, &Call::Pulse, &[]).is_err()
                 }
                 Ok(_) if ends.iter().all(|end| (end.revents() - PollFlags::IN).is_empty()) => {
                     last_answer = asked.take().unwrap_or(last_answer);
-                    receive_frame(pulse).is_err() || last_answer.elapsed() > grace
+                    receive_frame(pulse).is_err()
                 }
                 Ok(_) => true,
             };
@@ -261,27 +265,20 @@ impl Link {
 
     /// The next connections; `None` if no agent has come in time, or the process wants
     /// no segments any more.
-    fn reconnect(&self, until: Instant) -> Option<Ends> {
+    fn reconnect(&self, until: Instant) -> Option<Arc<Ends>> {
         loop {
-            let state = lock(&self.state);
-            if state.is_closing || Instant::now() > until {
+            let is_closing = lock(&self.state).is_closing;
+            if is_closing || Instant::now() >= until {
                 return None;
             }
-            drop(state);
-            // Whatever an answer has brought is mapped and held by then, or was never answered.
-            let (mut calls, mut arrivals) = (lock(&self.calls), lock(&self.arrivals));
+            // Whatever an answer has brought is mapped and held once the lines are free. The
+            // connections have ended, so no further answer comes.
+            drop((lock(&self.calls), lock(&self.arrivals)));
             let held = lock(&self.held).iter().map(|(id, held)| (*id, held.tenure)).collect();
-            let next = connect_all(&self.agent, &self.process, held);
-            if let Ok(next) = next {
-                self.go_on(&next);
-                (*calls, *arrivals) = (next.calls, next.arrivals);
-                let mut state = lock(&self.state);
-                (state.connections, state.grace) = (state.connections + 1, next.grace);
-                self.has_changed.notify_all();
-                return Some(next.ends);
+            match Connections::open(&self.agent, &self.process, held, Some(until)) {
+                Ok(next) => return self.install(next),
+                Err(_) => self.read_events(),
             }
-            drop((calls, arrivals));
-            self.read_events();
             // An agent that was told to stop has removed its socket, and with it all segments.
             if !self.agent.exists() {
                 return None;
@@ -290,8 +287,24 @@ impl Link {
         }
     }
 
+    /// Goes on with the next connections; `None` if the process wants no segments any more.
+    fn install(&self, next: Connections) -> Option<Arc<Ends>> {
+        let (mut calls, mut arrivals) = (lock(&self.calls), lock(&self.arrivals));
+        self.go_on(&next);
+        (*calls, *arrivals) = (next.calls, next.arrivals);
+        let mut state = lock(&self.state);
+        if state.is_closing {
+            return None;
+        }
+        state.connections += 1;
+        state.grace = next.grace;
+        state.ends = Arc::new(next.ends);
+        self.has_changed.notify_all();
+        Some(Arc::clone(&state.ends))
+    }
+
     /// Has the new agent serve the faults, and gives up what it does not have.
-    fn go_on(&self, next: &Connected) {
+    fn go_on(&self, next: &Connections) {
         for (id, segment) in lock(&self.held).iter() {
             match &segment.armed {
                 _ if !next.still_held.contains(id) && !next.awaited.contains(id) => segment.revoke(),
@@ -349,71 +362,6 @@ impl Held {
             std::process::abort();
         }
     }
-}
-
-/// What is agreed with an agent.
-struct Connected {
-    calls: OwnedFd,
-    arrivals: OwnedFd,
-    ends: Ends,
-    grace: Duration,
-    /// Of the segments that were named, those that the process still has.
-    still_held: Vec<u64>,
-    /// And those whose hand-over is under way.
-    awaited: Vec<u64>,
-}
-
-/// By which the end of an agent is noticed: copies of the connections, because others are locked
-/// while they wait for answers.
-struct Ends {
-    calls: OwnedFd,
-    arrivals: OwnedFd,
-    /// For questions whether it runs.
-    pulse: OwnedFd,
-    /// When the first was asked.
-    asked: Instant,
-}
-
-fn connect_all(agent: &Path, process: &str, held: Vec<(u64, Tenure)>) -> Result<Connected, Error> {
-    let (calls, arrivals, pulse) = (connect(agent)?, connect(agent)?, connect(agent)?);
-    // An agent that is stopped accepts connections, and does not answer.
-    for socket in [&calls, &arrivals, &pulse] {
-        set_socket_timeout(socket, Timeout::Recv, Some(ANSWER_TIMEOUT))
-            .map_err(|error| Error::System(error.into()))?;
-    }
-    let asked = Instant::now();
-    let (still_held, awaited, grace_ms) =
-        match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
-            Answer::Opened { held, awaited, grace_ms } => (held, awaited, grace_ms),
-            answer => return Err(super::error_of(answer)),
-        };
-    super::done(ask(&arrivals, &Call::Attend { process: process.to_owned() })?)?;
-    super::done(ask(&pulse, &Call::Pulse)?)?;
-    for socket in [&calls, &arrivals] {
-        set_socket_timeout(socket, Timeout::Recv, None).map_err(|error| Error::System(error.into()))?;
-    }
-    let grace = Duration::from_millis(grace_ms);
-    let copy = |socket: &OwnedFd| socket.try_clone().map_err(Error::System);
-    let ends = Ends { calls: copy(&calls)?, arrivals: copy(&arrivals)?, pulse, asked };
-    Ok(Connected { calls, arrivals, ends, grace, still_held, awaited })
-}
-
-/// Asks the agent.
-pub(super) fn ask(socket: &OwnedFd, call: &Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
-    send(socket, call, &[])?;
-    match receive_frame(socket)? {
-        (Frame::SegmentAnswer(json), fds) => {
-            Ok((serde_json::from_str(&json).map_err(|_| Error::Answer)?, fds))
-        }
-        (Frame::Refused(reason), _) => Err(Error::Failed(reason)),
-        _ => Err(Error::Answer),
-    }
-}
-
-/// Sends a call that has no answer.
-fn send(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
-    let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
-    send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)
 }
 
 /// Waits a moment.

@@ -1,0 +1,122 @@
+//! Opens the connections of a process to an agent.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use aquifer_arena::calls::{Answer, Call, Tenure};
+use aquifer_channel::{receive_frame, send_frame, set_timeout};
+use aquifer_ipc::Frame;
+use rustix::net::{Shutdown, shutdown};
+
+use super::Error;
+use crate::error::connect_with_timeout;
+
+/// Longest wait for an answer of an agent while the connections to it are opened.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The connections to an agent, and what it has agreed to.
+pub(super) struct Connections {
+    pub calls: OwnedFd,
+    pub arrivals: OwnedFd,
+    pub ends: Ends,
+    /// How long the process may have its segments without an answer of an agent.
+    pub grace: Duration,
+    /// The segments that the process still has, of those that it had.
+    pub still_held: Vec<u64>,
+    /// The segments whose hand-over is under way, of those that it had.
+    pub awaited: Vec<u64>,
+}
+
+/// Copies of the connections, by which the end of an agent is noticed, and with which they are
+/// closed: the others are locked while their users wait for answers.
+#[derive(Debug)]
+pub(super) struct Ends {
+    pub calls: OwnedFd,
+    pub arrivals: OwnedFd,
+    /// The connection for questions whether the agent runs.
+    pub pulse: OwnedFd,
+    /// When the first question was asked.
+    pub asked: Instant,
+}
+
+impl Ends {
+    /// Closes the connections. Calls that wait for an answer fail.
+    pub fn shut_down(&self) {
+        for end in [&self.calls, &self.arrivals, &self.pulse] {
+            let _was_closed = shutdown(end, Shutdown::Both);
+        }
+    }
+}
+
+impl Connections {
+    /// Opens the connections for a process that has the segments `held`. Ends at `until`, whether
+    /// or not an agent answers: one that is stopped accepts connections, and so does a keeper that
+    /// holds the listening socket of an agent that has ended.
+    pub fn open(
+        agent: &Path,
+        process: &str,
+        held: Vec<(u64, Tenure)>,
+        until: Option<Instant>,
+    ) -> Result<Self, Error> {
+        let connect = || connect_with_timeout(agent, answer_timeout(until, Instant::now()));
+        let (calls, arrivals, pulse) = (connect()?, connect()?, connect()?);
+        let ask = |socket: &OwnedFd, call: &Call| {
+            set_timeout(socket, Some(answer_timeout(until, Instant::now()))).map_err(Error::System)?;
+            ask(socket, call)
+        };
+        let asked = Instant::now();
+        let (still_held, awaited, grace_ms) =
+            match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
+                Answer::Opened { held, awaited, grace_ms } => (held, awaited, grace_ms),
+                answer => return Err(super::error_of(answer)),
+            };
+        super::done(ask(&arrivals, &Call::Attend { process: process.to_owned() })?)?;
+        super::done(ask(&pulse, &Call::Pulse)?)?;
+        for socket in [&calls, &arrivals] {
+            set_timeout(socket, None).map_err(Error::System)?;
+        }
+        let grace = Duration::from_millis(grace_ms);
+        let copy = |socket: &OwnedFd| socket.try_clone().map_err(Error::System);
+        let ends = Ends { calls: copy(&calls)?, arrivals: copy(&arrivals)?, pulse, asked };
+        Ok(Self { calls, arrivals, ends, grace, still_held, awaited })
+    }
+}
+
+/// How long to wait for one answer of an agent.
+fn answer_timeout(until: Option<Instant>, now: Instant) -> Duration {
+    until.map_or(ANSWER_TIMEOUT, |until| ANSWER_TIMEOUT.min(until.saturating_duration_since(now)))
+}
+
+/// Asks the agent.
+pub(super) fn ask(socket: &OwnedFd, call: &Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
+    send(socket, call, &[])?;
+    match receive_frame(socket)? {
+        (Frame::SegmentAnswer(json), fds) => {
+            Ok((serde_json::from_str(&json).map_err(|_| Error::Answer)?, fds))
+        }
+        (Frame::Refused(reason), _) => Err(Error::Failed(reason)),
+        _ => Err(Error::Answer),
+    }
+}
+
+/// Sends a call that has no answer.
+pub(super) fn send(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
+    let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
+    send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_answer_is_awaited_beyond_the_deadline() {
+        let now = Instant::now();
+        let at = |ms| Some(now + Duration::from_millis(ms));
+        assert_eq!(answer_timeout(None, now), ANSWER_TIMEOUT);
+        assert_eq!(answer_timeout(at(60_000), now), ANSWER_TIMEOUT);
+        assert_eq!(answer_timeout(at(3), now), Duration::from_millis(3));
+        assert_eq!(answer_timeout(Some(now), now + Duration::from_millis(1)), Duration::ZERO);
+    }
+}
