@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_channel::{HoldRefused, RestoredItem};
-use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
+use aquifer_directory::{ConnectDirectory, Directory, DirectoryError, DirectoryRetries};
 use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionService};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
@@ -43,8 +43,6 @@ use segments::{restorable_segments, start_segments};
 
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
-/// Time between attempts to resume the host of an earlier agent.
-const JOIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Turns of the main loop between checks whether the keeper was restarted.
 const KEEPER_CHECK_TURNS: u32 = 10;
 
@@ -57,9 +55,7 @@ pub struct AgentOptions {
     pub shared_socket: Option<PathBuf>,
     /// The keeper's socket.
     pub keeper: PathBuf,
-    /// The directory of the cluster.
-    pub directory: Arc<dyn aquifer_directory::Directory>,
-    /// Description of the directory, which servers of swap devices on this host get verbatim.
+    /// Description of the cluster's directory, which servers of swap devices on this host get verbatim.
     pub directory_description: String,
     /// Largest size of the mempool, in bytes. Memory is allocated as it is used.
     pub mempool_bytes: usize,
@@ -278,12 +274,18 @@ impl NodeConnector for HostServices {
 
 /// Serves programs until `stop`. Then it ends them with a message and frees all memory.
 ///
-/// If an earlier agent of this host was killed, this one resumes its programs.
+/// If an earlier agent of this host was killed, this one resumes its programs. Then it waits for a
+/// directory that is unavailable, as long as the programs wait for an agent.
 ///
 /// # Errors
 /// If something that the agent needs is missing at the start.
-pub fn serve(options: &AgentOptions, stop: &Arc<AtomicBool>, ready: impl FnOnce()) -> Result<(), AgentError> {
-    let agent = Agent::start(options, stop)?;
+pub fn serve(
+    options: &AgentOptions,
+    connect: &ConnectDirectory,
+    stop: &Arc<AtomicBool>,
+    ready: impl FnOnce(),
+) -> Result<(), AgentError> {
+    let agent = Agent::start(options, connect, stop)?;
     ready();
     agent.run(stop, &options.when_unused)?;
     agent.end_programs("the agent is stopping");
@@ -303,16 +305,24 @@ struct Agent {
 
 impl Agent {
     /// Joins the cluster, resumes what an earlier agent has left, and starts the services.
-    fn start(options: &AgentOptions, stop: &Arc<AtomicBool>) -> Result<Self, AgentError> {
-        let (keeper, kept) = KeeperClient::connect(&options.keeper, KeeperShare::Agent)
+    fn start(
+        options: &AgentOptions,
+        connect: &ConnectDirectory,
+        stop: &Arc<AtomicBool>,
+    ) -> Result<Self, AgentError> {
+        let (keeper, kept) = KeeperClient::connect(&options.keeper, KeeperShare::Agent, options.grace)
             .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
+        let takes_over = kept.iter().any(|kept| kept.item.kind == HeldKind::Host);
+        let retries =
+            if takes_over { DirectoryRetries::during(options.grace, stop) } else { DirectoryRetries::none() };
+        let directory = retries.repeat(connect).map_err(MembershipError::Directory)?;
         let mut state = HostState::restore_or_create(options, &kept)?;
         let metrics = metrics::listen(options.metrics.as_ref(), state.predecessor.is_some())?;
-        let mut membership = join(options, &mut state, stop)?;
+        let mut membership = join(options, &directory, &mut state, &retries, stop)?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
         let nodes = NodeRegistry::new(
-            Arc::clone(&options.directory),
+            Arc::clone(&directory),
             identity,
             options.key.clone(),
             options.connect.clone(),
@@ -320,10 +330,10 @@ impl Agent {
         );
         let descriptors = DescriptorShares::of_process();
         nodes.charge_endpoints(&descriptors);
-        membership.watch_nodes(&nodes)?;
+        watch_nodes(&mut membership, &nodes, &retries)?;
         let resumes = state.predecessor.is_some();
         if resumes {
-            nodes.load_lives().map_err(MembershipError::Directory)?;
+            retries.repeat(|| nodes.load_lives()).map_err(MembershipError::Directory)?;
         }
         state.store(membership.record(), &keeper).map_err(|refused| AgentError::Keeper {
             path: options.keeper.clone(),
@@ -342,27 +352,22 @@ impl Agent {
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
         let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
-        let segments = start_segments(options, &membership, Arc::clone(&host), kept_segments)?;
+        let segments = start_segments(options, &membership, Arc::clone(&host), kept_segments, retries)?;
         let swap_servers = Arc::new(SwapServers::default());
         let serve_metrics = |listener: MetricsListener| {
             let lease = membership.lease_events();
             metrics::serve(listener, &service, &sessions, &nodes, lease, &segments, &swap_servers)
         };
         let metrics = metrics.map(serve_metrics).transpose()?;
-        let recovery = Recovery::start(
-            Arc::clone(&options.directory),
-            Arc::clone(&nodes),
-            membership.record().clone(),
-            tenant,
-        )
-        .map_err(AgentError::Threads)?;
+        let recovery =
+            Recovery::start(Arc::clone(&directory), Arc::clone(&nodes), membership.record().clone(), tenant)
+                .map_err(AgentError::Threads)?;
         // All extents of restored runs and sessions are in their ledgers by now.
         let leak_scanner =
             LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
-        let (directory, key) = (Arc::clone(&options.directory), options.key.clone());
         let heap_tickets = HeapTickets {
             directory,
-            key,
+            key: options.key.clone(),
             identity,
             folder: options.sockets(),
             descriptors,
@@ -505,11 +510,13 @@ fn restorable_sessions(
 /// recovered that number, joins under a new one and clears `state` of what belonged to the old one.
 fn join(
     options: &AgentOptions,
+    directory: &Arc<dyn Directory>,
     state: &mut HostState,
+    retries: &DirectoryRetries,
     stop: &Arc<AtomicBool>,
 ) -> Result<Membership, AgentError> {
     let join = |predecessor: Option<&AgentRecord>| {
-        let (directory, stop, act) = (Arc::clone(&options.directory), Arc::clone(stop), options.on_lease_end);
+        let (directory, stop, act) = (Arc::clone(directory), Arc::clone(stop), options.on_lease_end);
         // An agent that is stopping ends its programs.
         let on_lease_end = move || {
             if !stop.load(Relaxed) {
@@ -519,17 +526,10 @@ fn join(
         Membership::join(directory, &options.socket, predecessor, options.grace, on_lease_end)
     };
     let Some(predecessor) = state.predecessor.clone() else { return Ok(join(None)?) };
-    let begun = Instant::now();
     loop {
         match join(Some(&predecessor)) {
             Err(MembershipError::Directory(DirectoryError::Taken { .. })) => break,
-            // Programs wait for as long, and the directory may just be electing a leader.
-            Err(MembershipError::Directory(error @ DirectoryError::Unavailable { .. }))
-                if begun.elapsed() < options.grace && !stop.load(Relaxed) =>
-            {
-                tracing::warn!(%error, "cannot resume the programs of the previous agent yet");
-                std::thread::sleep(JOIN_INTERVAL);
-            }
+            Err(MembershipError::Directory(error)) if retries.wait_to_repeat(&error) => {}
             joined => return Ok(joined?),
         }
     }
@@ -541,6 +541,19 @@ fn join(
     state.predecessor = None;
     state.mempool = new_mempool(options)?;
     Ok(join(None)?)
+}
+
+fn watch_nodes(
+    membership: &mut Membership,
+    nodes: &Arc<NodeRegistry>,
+    retries: &DirectoryRetries,
+) -> Result<(), MembershipError> {
+    loop {
+        match membership.watch_nodes(nodes) {
+            Err(MembershipError::Directory(error)) if retries.wait_to_repeat(&error) => {}
+            watched => return watched,
+        }
+    }
 }
 
 fn end_runs(service: &PagingService, reason: &str) {

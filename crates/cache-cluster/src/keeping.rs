@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use aquifer_cache::store::presence::Presence;
 use aquifer_channel::RestoredItem;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::KeeperClient;
+use aquifer_keeper::{CLAIM_TIMEOUT, KeeperClient};
 use aquifer_segments::ownership::{Holder, Holding, SegmentRecord, Stage};
 use serde::{Deserialize, Serialize};
 
@@ -65,7 +65,7 @@ fn connect(keeper: &Path, cache: u64) -> Option<(KeeperClient, Vec<RestoredItem>
         return None;
     }
     let share = KeeperShare::of(HeldKind::Partition, item_number(cache, 0))?;
-    let connected = KeeperClient::connect(keeper, share).inspect_err(|error| match error.kind() {
+    let connected = KeeperClient::connect(keeper, share, CLAIM_TIMEOUT).inspect_err(|error| match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => {
             tracing::debug!(keeper = %keeper.display(), "no keeper: partitions do not outlive this server");
         }

@@ -27,6 +27,7 @@ mod golden_tests;
 mod model;
 mod mutation;
 pub mod names;
+mod retry;
 pub mod sim;
 
 use std::fmt::Debug;
@@ -40,6 +41,7 @@ pub use model::{
     WatchEvent, WatchEventKind, limits,
 };
 pub use mutation::Mutation;
+pub use retry::{ConnectDirectory, DirectoryRetries};
 
 /// A store of the cluster's metadata.
 ///

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperClient;
@@ -29,8 +30,8 @@ impl Keeper {
     ///
     /// # Errors
     /// If the keeper cannot be reached, or another process serves these heaps.
-    pub fn connect(path: &Path, node: u16) -> io::Result<(Arc<Self>, Vec<KeptHeap>)> {
-        let (client, kept) = KeeperClient::connect(path, KeeperShare::Heaps(node))?;
+    pub fn connect(path: &Path, node: u16, grace: Duration) -> io::Result<(Arc<Self>, Vec<KeptHeap>)> {
+        let (client, kept) = KeeperClient::connect(path, KeeperShare::Heaps(node), grace)?;
         let keeper = Arc::new(Self { client, node });
         let mut heaps = Vec::new();
         for kept in kept {

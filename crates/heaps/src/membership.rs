@@ -5,11 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, HeapsRecord};
-use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
+use aquifer_directory::{ConnectDirectory, Directory, DirectoryError, FailureLog, Lease};
 use aquifer_fabric::{Host, Target};
 
 use crate::absent_hosts::AbsentHosts;
-use crate::serve::ConnectDirectory;
 
 /// Keeps the service's record in the directory, whatever happens to the connection to it, and
 /// fences hosts that have left.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::HeapsRecord;
-use aquifer_directory::{Directory, DirectoryError};
+use aquifer_directory::{ConnectDirectory, DirectoryError};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{Admission, ClusterKey, Limits, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
@@ -39,9 +39,6 @@ const DESCRIPTORS_PER_ENDPOINT: u64 = 4;
 const TENANT_ENDPOINTS_DIVISOR: usize = 32;
 /// Endpoints that a tenant may have in any case.
 const TENANT_ENDPOINTS_MIN: usize = 16;
-
-/// Connects to the directory. It is called again when the connection is lost.
-pub type ConnectDirectory = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
 
 impl fmt::Debug for HeapsOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -169,7 +166,7 @@ pub fn serve(
     ready: impl FnOnce(),
 ) -> Result<(), HeapsError> {
     let listener = options.metrics.as_ref().map(MetricsListener::bind).transpose()?;
-    let (keeper, kept) = Keeper::connect(&options.keeper, options.node)
+    let (keeper, kept) = Keeper::connect(&options.keeper, options.node, options.grace)
         .map_err(|source| HeapsError::Keeper { path: options.keeper.clone(), source })?;
     let (tcp, address) = listen(&options)?;
     let target: Arc<dyn Target> = Arc::clone(&tcp) as _;

@@ -117,6 +117,12 @@ impl Membership {
         Ok(Self { directory, lease, record, stop, is_lost, lease_events, threads: vec![thread] })
     }
 
+    /// The directory of the cluster.
+    #[must_use]
+    pub fn directory(&self) -> &Arc<dyn Directory> {
+        &self.directory
+    }
+
     /// This host's record in the directory.
     #[must_use]
     pub fn record(&self) -> &AgentRecord {

@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
-use aquifer_channel::{HoldRefused, RestoredItem, connect, receive_frame, send_frame};
+use aquifer_channel::{
+    HoldRefused, ReceiveError, RestoredItem, connect_with_timeout, receive_frame, send_frame,
+};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
-/// How long to retry a claim: until the keeper has noticed that the last owner has ended, or takes
-/// its share from it.
-const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long to retry a claim that the keeper refuses: until it has noticed that the last owner has
+/// ended, or takes its share from it.
+pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to wait for the keeper's answer to an item. A keeper that is stopped must not stop the
 /// daemon.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -49,16 +50,23 @@ pub struct KeeperClient {
 }
 
 impl KeeperClient {
-    /// Connects and claims a share. Returns the items that the last owner has left in it.
+    /// Connects and claims a share. Returns the items that the last owner has left in it. A keeper
+    /// that does not answer is waited for until `stall_timeout` has passed: it may be stopped, and
+    /// ends no program meanwhile.
     ///
     /// # Errors
     /// If the keeper cannot be reached, or the share has another owner that is running.
-    pub fn connect(path: &Path, share: KeeperShare) -> io::Result<(Self, Vec<RestoredItem>)> {
-        let deadline = Instant::now() + CLAIM_TIMEOUT;
+    pub fn connect(
+        path: &Path,
+        share: KeeperShare,
+        stall_timeout: Duration,
+    ) -> io::Result<(Self, Vec<RestoredItem>)> {
+        let begun = Instant::now();
         loop {
-            let socket = connect_patiently(path)?;
-            match claim(&socket, share) {
-                Ok(kept) => {
+            let claimed = connect_with_timeout(path, ANSWER_TIMEOUT)
+                .and_then(|socket| claim(&socket, share).map(|kept| (socket, kept)));
+            match claimed {
+                Ok((socket, kept)) => {
                     let state = State {
                         socket,
                         items: copy_items(&kept)?,
@@ -68,7 +76,7 @@ impl KeeperClient {
                     };
                     return Ok((Self { path: path.to_owned(), share, state: Mutex::new(state) }, kept));
                 }
-                Err(error) if Instant::now() >= deadline => return Err(error),
+                Err(error) if begun.elapsed() >= claim_timeout(&error, stall_timeout) => return Err(error),
                 Err(_) => std::thread::sleep(CLAIM_INTERVAL),
             }
         }
@@ -199,7 +207,8 @@ impl KeeperClient {
     }
 
     fn reconnect(&self, state: &mut State) {
-        match connect_patiently(&self.path).and_then(|socket| claim(&socket, self.share).map(|_| socket)) {
+        let connected = connect_with_timeout(&self.path, ANSWER_TIMEOUT);
+        match connected.and_then(|socket| claim(&socket, self.share).map(|_| socket)) {
             Ok(socket) => (state.socket, state.unanswered, state.is_stalled) = (socket, 0, false),
             Err(error) => {
                 if !std::mem::replace(&mut state.is_lost, true) {
@@ -242,12 +251,16 @@ fn log_refusal((kind, id): ItemKey, reason: &str) {
     tracing::error!(?kind, id, reason, "item not held: it is lost if this daemon dies");
 }
 
-/// Connects to a keeper. If it is stopped, calls end with an error.
-fn connect_patiently(path: &Path) -> io::Result<OwnedFd> {
-    let socket = connect(path)?;
-    set_socket_timeout(&socket, Timeout::Recv, Some(ANSWER_TIMEOUT))?;
-    set_socket_timeout(&socket, Timeout::Send, Some(ANSWER_TIMEOUT))?;
-    Ok(socket)
+/// How long to retry a claim that has failed with `error`.
+fn claim_timeout(error: &io::Error, stall_timeout: Duration) -> Duration {
+    match error.kind() {
+        // No keeper runs, or a stranger's.
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
+            Duration::ZERO
+        }
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => stall_timeout,
+        _ => CLAIM_TIMEOUT,
+    }
 }
 
 /// Claims a share, and receives the items in it.
@@ -255,7 +268,11 @@ fn claim(socket: &OwnedFd, share: KeeperShare) -> io::Result<Vec<RestoredItem>> 
     send_frame(socket, &Frame::Claim(share), &[])?;
     let mut kept = Vec::new();
     loop {
-        match receive_frame(socket).map_err(io::Error::other)? {
+        let received = receive_frame(socket).map_err(|error| match error {
+            ReceiveError::System(error) => error,
+            error => io::Error::other(error),
+        });
+        match received? {
             (Frame::Hold(item), fds) => kept.push(RestoredItem { item, fds }),
             (Frame::Sync, _) => return Ok(kept),
             (Frame::Refused(reason), _) => return Err(io::Error::other(reason)),

@@ -47,7 +47,7 @@ use aquifer_ipc::{Frame, FrameError, HeldItem, HeldKind, KeeperShare};
 use self::exit_watcher::ExitWatcher;
 use self::orphans::OrphanWatch;
 use self::share_items::ShareItems;
-pub use client::KeeperClient;
+pub use client::{CLAIM_TIMEOUT, KeeperClient};
 pub use mutation::Mutation;
 
 /// Longest time for which a request to stop, or the end of a grace time, goes unnoticed.

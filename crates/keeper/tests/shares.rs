@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::{ITEMS_MAX, KeeperClient, KeeperOptions, serve};
+use aquifer_keeper::{CLAIM_TIMEOUT, ITEMS_MAX, KeeperClient, KeeperOptions, serve};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 const LONG: Duration = Duration::from_secs(1000);
@@ -52,7 +52,7 @@ impl TestKeeper {
 
     /// Connects a daemon. Returns the items that it finds in its share.
     fn connect(&self, share: KeeperShare) -> (KeeperClient, Vec<(HeldKind, u64)>) {
-        let (client, kept) = KeeperClient::connect(&self.socket, share).expect("it serves");
+        let (client, kept) = KeeperClient::connect(&self.socket, share, CLAIM_TIMEOUT).expect("it serves");
         (client, kept.iter().map(|kept| (kept.item.kind, kept.item.id)).collect())
     }
 }
@@ -167,7 +167,8 @@ fn a_restored_item_is_sent_again_with_all_its_descriptors() {
     let keeper = TestKeeper::start(folder.path(), LONG);
     agent.reconnect_if_closed();
     drop(agent);
-    let (_agent, kept) = KeeperClient::connect(&keeper.socket, KeeperShare::Agent).expect("it serves");
+    let (_agent, kept) =
+        KeeperClient::connect(&keeper.socket, KeeperShare::Agent, CLAIM_TIMEOUT).expect("it serves");
     assert_eq!(kept.iter().map(|kept| (kept.item.pid, kept.fds.len())).collect::<Vec<_>>(), [(item.pid, 2)]);
     program.kill().expect("it may have ended");
     program.wait().expect("it is ours");
@@ -251,7 +252,7 @@ fn a_daemon_does_not_wait_for_a_keeper_that_says_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("keeper.sock");
     let _silent = aquifer_channel::socket::listen_at(&path, 0o600).unwrap();
-    assert!(KeeperClient::connect(&path, KeeperShare::Agent).is_err());
+    assert!(KeeperClient::connect(&path, KeeperShare::Agent, CLAIM_TIMEOUT).is_err());
 }
 
 #[test]

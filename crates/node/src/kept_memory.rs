@@ -62,7 +62,7 @@ impl MemoryKeeper {
     /// # Errors
     /// If the keeper cannot be reached, or another process runs as this node.
     pub fn connect(options: &KeepOptions, node: u16) -> Result<(Self, Option<RestoredMemory>), NodeError> {
-        let (client, kept) = KeeperClient::connect(&options.keeper, KeeperShare::Node(node))
+        let (client, kept) = KeeperClient::connect(&options.keeper, KeeperShare::Node(node), options.grace)
             .map_err(|source| NodeError::Keeper { path: options.keeper.clone(), source })?;
         let mut restored = None;
         for kept in kept {

@@ -35,5 +35,5 @@ mod shutdown;
 
 pub use error::NodeError;
 pub use kept_memory::KeepOptions;
-pub use serve::{ConnectDirectory, LEASE_TTL, ListenAddress, NodeOptions, serve};
+pub use serve::{LEASE_TTL, ListenAddress, NodeOptions, serve};
 pub use shutdown::Shutdown;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::NodeRecord;
-use aquifer_directory::{Directory, DirectoryError, FailureLog};
+use aquifer_directory::{ConnectDirectory, FailureLog};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
@@ -37,9 +37,6 @@ use crate::shutdown::Shutdown;
 
 /// Usual lifetime of a node's lease without a keep-alive.
 pub const LEASE_TTL: Duration = Duration::from_secs(5);
-
-/// Connects to the directory. It is called again when the connection is lost.
-pub type ConnectDirectory = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
 
 /// Options of a node.
 pub struct NodeOptions {

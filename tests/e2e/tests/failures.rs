@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
 use aquifer_ipc::{HeldKind, KeeperShare};
-use aquifer_keeper::KeeperClient;
+use aquifer_keeper::{CLAIM_TIMEOUT, KeeperClient};
 use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::restart::{figure, start_missing};
@@ -314,7 +314,7 @@ fn a_keeper_that_stops_ends_the_programs_of_a_dead_agent() {
     processes::kill(cluster.daemon("agent", None));
     eventually("the shadow to pass userfaultfds on", || {
         let socket = cluster.state().join("keeper.sock");
-        let (_, kept) = KeeperClient::connect(&socket, KeeperShare::Agent).ok()?;
+        let (_, kept) = KeeperClient::connect(&socket, KeeperShare::Agent, CLAIM_TIMEOUT).ok()?;
         kept.iter().any(|kept| kept.item.kind == HeldKind::Orphan).then_some(())
     });
     processes::signal(keeper, Signal::TERM);

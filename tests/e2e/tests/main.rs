@@ -24,6 +24,7 @@ mod hostile;
 mod kv;
 mod languages;
 mod large;
+mod leases;
 mod lend;
 mod limit;
 mod malloc;

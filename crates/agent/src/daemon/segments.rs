@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use aquifer_channel::RestoredItem;
+use aquifer_directory::DirectoryRetries;
 use aquifer_directory::names::AgentRecord;
 use aquifer_fabric::ClusterKey;
 use aquifer_host::membership::Membership;
@@ -19,6 +20,7 @@ pub(super) fn start_segments(
     membership: &Membership,
     keeper: Arc<HostServices>,
     kept: Vec<KeptSegment>,
+    retries: DirectoryRetries,
 ) -> Result<Arc<SegmentHost>, AgentError> {
     let SegmentSettings { listen, bytes_per_user, pull_rate } = options.segments;
     let refuse = |address, why| AgentError::SegmentAddress { address, why };
@@ -42,8 +44,18 @@ pub(super) fn start_segments(
     let grace = options.grace.mul_f64(0.75);
     let (bytes_per_tenant, sockets) = (bytes_per_user, options.sockets());
     let descriptors = Arc::clone(&keeper.descriptors);
-    let own = SegmentOptions { life, listen, key, bytes_per_tenant, pull_rate, grace, sockets, descriptors };
-    let directory = Arc::clone(&options.directory);
+    let own = SegmentOptions {
+        life,
+        listen,
+        key,
+        bytes_per_tenant,
+        pull_rate,
+        grace,
+        sockets,
+        descriptors,
+        retries,
+    };
+    let directory = Arc::clone(membership.directory());
     Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease(), keeper, kept)?))
 }
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aquifer_agent::{AgentOptions, SegmentSettings, shadow};
+use aquifer_directory::ConnectDirectory;
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
@@ -324,7 +325,6 @@ fn agent(
         socket: state.agent_socket(),
         shared_socket: settings.shared_socket.clone(),
         keeper,
-        directory: DirectoryLocation::new(&settings.directory)?.connect(state)?,
         directory_description: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
         available_bytes: available,
@@ -350,7 +350,9 @@ fn agent(
         when_unused,
         on_lease_end: if ready.is_detached { successor::end_with_successor } else { successor::end },
     };
-    aquifer_agent::serve(&options, &now, || ready.notify())?;
+    let (location, for_connect) = (DirectoryLocation::new(&settings.directory)?, state.clone());
+    let connect: ConnectDirectory = Box::new(move || location.connect(&for_connect));
+    aquifer_agent::serve(&options, &connect, &now, || ready.notify())?;
     shadow.dismiss();
     Ok(())
 }

@@ -12,8 +12,9 @@ use aquifer_channel::exiting::is_exiting;
 use aquifer_channel::socket::wait_readable;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Longest time for which a successor waits for the end of the one before, which frees its memory.
-const END_TIMEOUT: Duration = Duration::from_secs(60);
+/// Interval between log lines of a successor that waits for the end of the agent before it, which
+/// frees its memory.
+const WAIT_LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// Time after which one that was killed is not waited for. The lock is taken from it then.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -47,20 +48,21 @@ fn start() -> io::Result<u32> {
     Ok(child.id())
 }
 
-/// Waits until a process has ended.
+/// Waits until a process has ended. It may take long: until then no other agent can serve, and the
+/// keeper ends no program.
 ///
 /// # Errors
-/// If it does not end in time.
+/// Those of the system calls.
 pub fn await_end(process: i32) -> io::Result<()> {
     let Some(Ok(pidfd)) = Pid::from_raw(process).map(|pid| pidfd_open(pid, PidfdFlags::empty())) else {
         // There is no such process.
         return Ok(());
     };
-    if wait_readable(&[&pidfd], EXIT_TIMEOUT)?
-        || is_exiting(process.unsigned_abs())
-        || wait_readable(&[&pidfd], END_TIMEOUT)?
-    {
+    if wait_readable(&[&pidfd], EXIT_TIMEOUT)? || is_exiting(process.unsigned_abs()) {
         return Ok(());
     }
-    Err(io::Error::other(format!("process {process} has not ended within {} s", END_TIMEOUT.as_secs())))
+    while !wait_readable(&[&pidfd], WAIT_LOG_INTERVAL)? {
+        tracing::warn!(pid = process, "waiting for the end of the previous agent");
+    }
+    Ok(())
 }

@@ -11,7 +11,7 @@ use aquifer_directory::Directory;
 use aquifer_directory::names::{self, NodeLife};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::{ITEMS_MAX, KeeperClient, KeeperOptions};
+use aquifer_keeper::{CLAIM_TIMEOUT, ITEMS_MAX, KeeperClient, KeeperOptions};
 use aquifer_node::{KeepOptions, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
@@ -139,7 +139,7 @@ fn unusable_kept_memory_is_replaced_by_new_memory() {
     let keeper = TestKeeper::start(&harness);
     // The memory has another format than the node expects.
     let share = KeeperShare::Node(1);
-    let (client, _) = KeeperClient::connect(&keeper.socket, share).expect("it serves");
+    let (client, _) = KeeperClient::connect(&keeper.socket, share, CLAIM_TIMEOUT).expect("it serves");
     let (memory, epochs) = (Memory::create("other", 1 << 20), Memory::create("other", 1 << 15));
     let (memory, epochs) = (memory.expect("memory"), epochs.expect("memory"));
     let record = r#"{"epoch": 3, "key": 131072}"#.to_owned();

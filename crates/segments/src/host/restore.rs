@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
+use aquifer_directory::DirectoryRetries;
+
 use super::journal::JournalEntry;
 use super::kept::KeptSegment;
 use super::memory::{SEGMENT_DESCRIPTORS, SegmentMemory};
@@ -14,7 +16,11 @@ use crate::pulling::{Lineage, Puller};
 impl HostShared {
     /// Goes on with the segments that the keeper has held, and frees the records of those that were
     /// lost.
-    pub(super) fn restore(&self, kept: Vec<KeptSegment>) -> Result<(), SegmentError> {
+    pub(super) fn restore(
+        &self,
+        kept: Vec<KeptSegment>,
+        retries: &DirectoryRetries,
+    ) -> Result<(), SegmentError> {
         for kept in kept {
             let number = kept.number;
             let holder = (number, kept.segment.tenant);
@@ -26,7 +32,7 @@ impl HostShared {
             }
             match recovered {
                 Ok((memory, Some(entry))) if entry.holder.own() == self.own => {
-                    self.restore_segment(kept.segment, memory, entry)?;
+                    self.restore_segment(kept.segment, memory, entry, retries)?;
                 }
                 // It was never used.
                 Ok((memory, _)) => self.close_memory(&memory),
@@ -38,9 +44,10 @@ impl HostShared {
             }
         }
         let is_held = |segment| lock(&self.segments).contains_key(&segment);
-        for lost in self.registry.segments_of(self.own)?.into_iter().filter(|segment| !is_held(*segment)) {
+        let owned = retries.repeat(|| self.registry.segments_of(self.own))?;
+        for lost in owned.into_iter().filter(|segment| !is_held(*segment)) {
             tracing::error!(segment = %lost, "a segment was lost with the agent's last process");
-            let _was_removed = self.registry.remove(lost, self.own)?;
+            let _was_removed = retries.repeat(|| self.registry.remove(lost, self.own))?;
         }
         Ok(())
     }
@@ -50,6 +57,7 @@ impl HostShared {
         segment: SegmentKey,
         memory: SegmentMemory,
         entry: JournalEntry,
+        retries: &DirectoryRetries,
     ) -> Result<(), SegmentError> {
         let JournalEntry { holder, copies, address, process, identity, passes, .. } = entry;
         let mut restored =
@@ -69,7 +77,9 @@ impl HostShared {
         restored.memory = Some(memory);
         let is_gone = match restored.holder.holding() {
             // It was deallocated.
-            Holding::Owned { .. } | Holding::Sent { .. } => self.registry.find(segment)?.is_none(),
+            Holding::Owned { .. } | Holding::Sent { .. } => {
+                retries.repeat(|| self.registry.find(segment))?.is_none()
+            }
             Holding::Absent | Holding::Prepared { .. } => false,
         };
         let newer = lock(&self.segments).get(&segment).cloned();

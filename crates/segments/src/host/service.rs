@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use aquifer_arena::SEGMENT_BYTES_MAX;
 use aquifer_arena::calls::{SegmentStatus, Tenure};
 use aquifer_channel::descriptor_shares::DescriptorShares;
-use aquifer_directory::{Directory, Lease};
+use aquifer_directory::{Directory, DirectoryRetries, Lease};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{ClusterKey, Host, Identity, Limits, REGIONS_LIMIT, TargetError, Tenant};
 
@@ -66,6 +66,8 @@ pub struct SegmentOptions {
     pub sockets: PathBuf,
     /// The descriptors of this process, which are charged to tenants.
     pub descriptors: Arc<DescriptorShares>,
+    /// Whether the start waits for the directory.
+    pub retries: DirectoryRetries,
 }
 
 /// The segments of a host.
@@ -131,7 +133,7 @@ impl SegmentHost {
             next_number: AtomicU64::new(1 + kept.iter().map(|kept| kept.number).max().unwrap_or(0)),
             jobs: Mutex::new(Some(jobs)),
         });
-        shared.restore(kept)?;
+        shared.restore(kept, &options.retries)?;
         shared.target.answer_messages(Arc::new(Handler(Arc::downgrade(&shared))));
         let own_shared = Arc::clone(&shared);
         let work = move || own_shared.work(&next_job);
@@ -139,7 +141,7 @@ impl SegmentHost {
         let worker = worker
             .map_err(|source| TargetError::System { what: "cannot start a thread for segments", source })?;
         let started = Self { shared, worker: Some(worker), grace, sockets: sockets.clone() };
-        started.shared.registry.join(own, address, lease)?;
+        options.retries.repeat(|| started.shared.registry.join(own, address, lease))?;
         Ok(started)
     }
 

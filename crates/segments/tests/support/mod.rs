@@ -11,7 +11,7 @@ use std::time::Duration;
 use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_directory::names::{self, HolderRecord};
-use aquifer_directory::{Directory, LeaseId};
+use aquifer_directory::{Directory, DirectoryRetries, LeaseId};
 use aquifer_fabric::ClusterKey;
 use aquifer_segments::host::{KeptSegment, SegmentHost, SegmentKeeper, SegmentKey, SegmentOptions};
 use aquifer_segments::ownership::Life;
@@ -54,6 +54,7 @@ impl Records {
             grace,
             sockets,
             descriptors,
+            retries: DirectoryRetries::none(),
         };
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
         let own_keeper = Arc::clone(keeper) as Arc<dyn SegmentKeeper>;

@@ -1,0 +1,99 @@
+//! Retries of operations while the directory is unavailable.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::{Directory, DirectoryError};
+
+/// Interval between attempts.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Whether a daemon that starts repeats an operation for which the directory was unavailable.
+///
+/// The first daemon of its kind reports the failure at once, to the person who has started it. A
+/// daemon that takes over repeats: the users of the one before wait for it until their grace time
+/// has passed.
+#[derive(Clone, Debug)]
+pub struct DirectoryRetries {
+    deadline: Option<Instant>,
+    stop: Arc<AtomicBool>,
+}
+
+impl DirectoryRetries {
+    /// No retries.
+    #[must_use]
+    pub fn none() -> Self {
+        Self { deadline: None, stop: Arc::default() }
+    }
+
+    /// Retries for `grace` from now on, until `stop` is set.
+    #[must_use]
+    pub fn during(grace: Duration, stop: &Arc<AtomicBool>) -> Self {
+        Self { deadline: Some(Instant::now() + grace), stop: Arc::clone(stop) }
+    }
+
+    /// Whether to repeat an operation that has failed with `error`. If so, it pauses before it
+    /// returns.
+    #[must_use]
+    pub fn wait_to_repeat(&self, error: &DirectoryError) -> bool {
+        let is_in_time = self.deadline.is_some_and(|deadline| Instant::now() < deadline);
+        if !matches!(error, DirectoryError::Unavailable { .. }) || !is_in_time || self.stop.load(Relaxed) {
+            return false;
+        }
+        tracing::warn!(%error, "cannot take over from the previous daemon yet; retrying every second");
+        std::thread::sleep(RETRY_INTERVAL);
+        true
+    }
+
+    /// Calls `operation` until it succeeds or is not to be repeated. A change may have been made
+    /// although it failed, so repeating must do no harm.
+    ///
+    /// # Errors
+    /// The last one of `operation`.
+    pub fn repeat<T>(
+        &self,
+        mut operation: impl FnMut() -> Result<T, DirectoryError>,
+    ) -> Result<T, DirectoryError> {
+        loop {
+            match operation() {
+                Err(error) if self.wait_to_repeat(&error) => {}
+                outcome => return outcome,
+            }
+        }
+    }
+}
+
+/// Connects to the directory. It is called again when the connection is lost.
+pub type ConnectDirectory = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unavailable() -> DirectoryError {
+        DirectoryError::Unavailable { address: "a".into(), cause: "b".into() }
+    }
+
+    #[test]
+    fn an_operation_is_repeated_while_the_directory_is_unavailable() {
+        let mut times = 0;
+        let retries = DirectoryRetries::during(Duration::MAX / 4, &Arc::default());
+        let outcome = retries.repeat(|| {
+            times += 1;
+            if times == 1 { Err(unavailable()) } else { Ok(times) }
+        });
+        assert_eq!(outcome.ok(), Some(2));
+    }
+
+    #[test]
+    fn other_errors_and_the_first_daemon_are_not_repeated() {
+        let stop = Arc::new(AtomicBool::new(false));
+        let retries = DirectoryRetries::during(Duration::from_secs(3600), &stop);
+        assert!(!retries.wait_to_repeat(&DirectoryError::LeaseGone(crate::LeaseId(1))));
+        assert!(!DirectoryRetries::none().wait_to_repeat(&unavailable()));
+        assert!(!DirectoryRetries::during(Duration::ZERO, &stop).wait_to_repeat(&unavailable()));
+        stop.store(true, Relaxed);
+        assert!(!retries.wait_to_repeat(&unavailable()), "the daemon stops");
+    }
+}

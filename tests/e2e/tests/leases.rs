@@ -1,0 +1,82 @@
+//! Parties that are stopped or cut off from the directory for a while, or that take over from one
+//! that has ended.
+
+mod long {
+    use aquifer_client::segments::Process;
+    use aquifer_tests_e2e::{eventually, processes};
+
+    use crate::network::cluster::{Cluster, Stopped, assert_no_wrong_byte};
+    use crate::segments::{PipedProgram, Programs};
+
+    /// The programs wait for it as long as for an agent.
+    #[test]
+    fn a_successor_waits_for_the_directory() {
+        let mut cluster = Cluster::up_with("5m", true);
+        let first = &mut cluster.hosts[0];
+        let run = first.checker("1000000");
+        first.await_paging();
+        first.kill_agent();
+        let (relay, log) =
+            (first.to_etcd.take().expect("it is relayed"), first.state.path().join("agent.stderr"));
+        relay.stop();
+        std::thread::scope(|scope| {
+            scope.spawn(|| first.start_agent());
+            eventually("the successor to wait", || {
+                let said = std::fs::read_to_string(&log).ok()?;
+                said.contains("cannot take over from the previous daemon yet").then_some(())
+            });
+            relay.resume();
+        });
+        first.to_etcd = Some(relay);
+        let faults = eventually("the next agent to serve", || first.faults());
+        eventually("the program to go on", || first.faults().filter(|now| *now > faults + 2_000));
+        let program = processes::descendants(run.pid()).first().copied().expect("it runs");
+        processes::kill(program);
+        assert_no_wrong_byte(&run.wait());
+    }
+
+    /// The keeper holds the socket of an agent that has ended: connections to it succeed, and
+    /// nothing answers.
+    #[test]
+    fn a_process_loses_its_segments_before_another_host_can_have_them() {
+        // Shorter than the wait for one answer of an agent, of 10 s.
+        let mut cluster = Cluster::up_with("8s", true);
+        let [first, second] = &mut cluster.hosts[..] else { panic!("there are two hosts") };
+        let agents = [&first, &second].map(|host| host.state.path().join("agent.sock"));
+        let mut owner = PipedProgram::with(Programs::build().start(&agents[0], &["own", "owner"]));
+        owner.expect("own");
+        let taker = Process::open_at(&agents[1], "taker").expect("the agent runs");
+        first.to_etcd.as_ref().expect("it is relayed").stop();
+        eventually("its lease to end", || second.count_hosts().filter(|count| *count == 1));
+        let _stopped = Stopped::new(first.keeper.as_ref().expect("it runs"));
+        first.agent.take().expect("it runs").kill();
+        let _segment = eventually("another host to have the segment", || taker.allocate(1, 4096).ok());
+        let taken = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        owner.expect("SIGSEGV");
+        let line = owner.next_line();
+        let touched: i64 = line.trim_end().parse().expect("nanoseconds");
+        assert!(touched < taken.tv_sec * 1_000_000_000 + taken.tv_nsec, "two processes have it");
+    }
+
+    /// By docs/guide/cluster.md, nodes refuse the host, and the next agent resumes its programs.
+    #[test]
+    fn programs_wait_for_an_agent_that_is_cut_off_from_the_directory() {
+        let mut cluster = Cluster::up_with("5m", true);
+        let [first, second] = &mut cluster.hosts[..] else { panic!("there are two hosts") };
+        let run = first.checker("1000000");
+        first.await_paging();
+        let agent = first.agent_process().expect("it runs");
+        first.to_etcd.as_ref().expect("it is relayed").stop();
+        eventually("its lease to end", || second.count_hosts().filter(|count| *count == 1));
+        first.to_etcd.as_ref().expect("it is relayed").resume();
+        let end = || first.agent.as_mut().expect("it was started").has_ended().then_some(());
+        eventually("the agent to end", end);
+        let next = eventually("the next agent", || first.agent_process().filter(|next| *next != agent));
+        let faults = eventually("the next agent to serve", || first.faults());
+        eventually("the program to go on", || first.faults().filter(|now| *now > faults + 2_000));
+        let program = processes::descendants(run.pid()).first().copied().expect("it runs");
+        processes::kill(program);
+        assert_no_wrong_byte(&run.wait());
+        processes::kill(next);
+    }
+}
