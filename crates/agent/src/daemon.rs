@@ -55,7 +55,8 @@ pub struct AgentOptions {
     pub shared_socket: Option<PathBuf>,
     /// The keeper's socket.
     pub keeper: PathBuf,
-    /// Description of the cluster's directory, which servers of swap devices on this host get verbatim.
+    /// Description of the cluster's directory, which servers of swap devices on this host get
+    /// verbatim.
     pub directory_description: String,
     /// Largest size of the mempool, in bytes. Memory is allocated as it is used.
     pub mempool_bytes: usize,

@@ -65,7 +65,8 @@ fn connect(keeper: &Path, cache: u64) -> Option<(KeeperClient, Vec<RestoredItem>
         return None;
     }
     let share = KeeperShare::of(HeldKind::Partition, item_number(cache, 0))?;
-    let connected = KeeperClient::connect(keeper, share, CLAIM_TIMEOUT).inspect_err(|error| match error.kind() {
+    let connected = KeeperClient::connect(keeper, share, CLAIM_TIMEOUT);
+    let connected = connected.inspect_err(|error| match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => {
             tracing::debug!(keeper = %keeper.display(), "no keeper: partitions do not outlive this server");
         }

@@ -168,6 +168,8 @@ const ALLOCATE_STRETCH: u8 = 5;
 /// Cause of [`RingStatus::Refused`] in an answer, instead of a size class, if the key was not
 /// tried. Otherwise the cause is 0.
 const CAUSE_NOT_TRIED: u8 = 1;
+/// An answer whose key was not tried.
+const NOT_TRIED_WORDS: [u64; ANSWER_WORDS] = [RingStatus::Refused as u64 | (CAUSE_NOT_TRIED as u64) << 8, 0];
 
 fn name_word(kind: u8, name: &ExtentName) -> u64 {
     u64::from(kind) | u64::from(name.class) << 8 | u64::from(name.node) << 16 | u64::from(name.key) << 32
@@ -228,21 +230,19 @@ impl RingRequest {
 impl RingAnswer {
     fn words(&self) -> [u64; ANSWER_WORDS] {
         match self.status {
-            RingStatus::KeyNotTried => {
-                [u64::from(RingStatus::Refused as u8) | u64::from(CAUSE_NOT_TRIED) << 8, 0]
-            }
+            RingStatus::KeyNotTried => NOT_TRIED_WORDS,
             status => [name_word(status as u8, &self.extent), self.extent.addr],
         }
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the status is the lowest byte")]
-    fn parse([first, addr]: [u64; ANSWER_WORDS]) -> Result<Self, CorruptRing> {
-        let status = *RingStatus::ALL.get(usize::from(first as u8)).ok_or(CorruptRing)?;
-        let extent = parse_name(first, addr);
-        if status == RingStatus::Refused && extent.class == CAUSE_NOT_TRIED {
+    fn parse(words: [u64; ANSWER_WORDS]) -> Result<Self, CorruptRing> {
+        if words == NOT_TRIED_WORDS {
             return Ok(Self::without_extent(RingStatus::KeyNotTried));
         }
-        Ok(Self { status, extent })
+        let [first, addr] = words;
+        let status = *RingStatus::ALL.get(usize::from(first as u8)).ok_or(CorruptRing)?;
+        Ok(Self { status, extent: parse_name(first, addr) })
     }
 }
 
