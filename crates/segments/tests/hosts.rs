@@ -306,6 +306,36 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
     }
 }
 
+/// Descriptors of this process for the bytes of segments.
+fn count_descriptors() -> usize {
+    let links = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|entry| entry.unwrap().path().read_link().ok());
+    links.filter(|link| link.to_string_lossy().starts_with("/memfd:aquifer-segment (")).count()
+}
+
+/// A program can keep the descriptor that it has got, and agents registered the memory with their
+/// connections to each other.
+#[test]
+fn memory_of_segments_that_were_given_up_is_returned() {
+    let cluster = Cluster::start(2);
+    let [first, second] = &cluster.hosts[..] else { unreachable!() };
+    for _ in 0..40 {
+        let sent = allocate(first);
+        write(&sent, 3, 7);
+        let received = cluster.pass_on(0, 1);
+        second.pull_all(SEGMENT).unwrap();
+        assert_eq!(value_of(&received, 3), 7);
+        second.deallocate(SEGMENT).unwrap();
+        for kept in [sent, received] {
+            while kept.allocated_bytes().unwrap() > 0 {
+                std::thread::yield_now();
+            }
+        }
+    }
+    assert!(count_descriptors() < 40, "{} descriptors", count_descriptors());
+}
+
 /// Agents are restarted between the calls of hand-overs and pulls: nothing is lost, and pages that
 /// have not followed yet are found where they are now.
 #[test]

@@ -20,6 +20,7 @@ fn main() -> ExitCode {
         "clear-nonblocking" => identity::clear_nonblocking(),
         "hold-up-monitors" => identity::hold_up_monitors(),
         "changed-user" => changed_user::changed_user(),
+        "kept-segments" => segments::kept_segments(),
         "locked-segments" => segments::locked_segments(),
         "locked-cache" => descriptors::locked_cache(),
         "locked-memories" => descriptors::locked_memories(),

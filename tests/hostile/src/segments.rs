@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Duration;
 
 use aquifer_channel::paths::agent_socket;
@@ -40,6 +41,19 @@ pub fn open_process(name: &str) -> (OwnedFd, OwnedFd) {
     let attended = ask(&arrivals, &format!(r#"{{"attend":{{"process":"{name}"}}}}"#));
     assert!(attended.contains("done"), "{attended}");
     (requests, arrivals)
+}
+
+/// Keeps the memory of a segment that it has deallocated, which counts to no user. Returns whether
+/// the agent has freed it.
+pub fn kept_segments() -> bool {
+    let (requests, _arrivals) = open_process("attacker");
+    assert!(call(&requests, r#"{"allocate":{"id":1,"bytes":1048576}}"#, &[]), "the agent listens");
+    let (_, descriptors) = receive_frame(&requests).expect("the agent answers");
+    let memory = std::fs::File::from(descriptors.into_iter().next().expect("a segment"));
+    memory.write_all_at(&vec![1; 1 << 20], 0).expect("it is this user's");
+    let freed = ask(&requests, r#"{"deallocate":{"id":1}}"#);
+    assert!(freed.contains("done"), "{freed}");
+    memory.metadata().expect("it is open").blocks() == 0
 }
 
 /// Has the faults of a segment served from userfaultfds of a memory whose lock a process holds for

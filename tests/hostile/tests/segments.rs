@@ -17,6 +17,13 @@ fn lists(victim: &Victim) {
     assert!(status.success(), "{}", text(&output.stderr));
 }
 
+/// Memory of deallocated segments counts to no user's limit, so none may be left.
+#[test]
+fn memory_of_deallocated_segments_is_returned() {
+    let victim = Victim::up();
+    victim.repels(&mut victim.attacker("kept-segments"));
+}
+
 #[test]
 fn locked_memories_stop_no_segments_of_others() {
     let victim = Victim::up();

@@ -21,6 +21,7 @@ pub mod copies;
 mod copy_calls;
 pub mod copy_records;
 mod error;
+mod held_bytes;
 mod journal;
 pub mod kept;
 pub mod memory;

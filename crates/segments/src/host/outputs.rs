@@ -131,8 +131,14 @@ impl HostShared {
         lane: Lane,
         address: Option<SocketAddr>,
     ) -> Option<Arc<Mutex<Peer>>> {
-        if let Some(peer) = lock(&self.peers).get(&(life, lane)) {
-            return Some(Arc::clone(peer));
+        let known = lock(&self.peers).get(&(life, lane)).cloned();
+        match known {
+            // The next connection has no such memory. Users of this one go on with it.
+            Some(peer) if peer.try_lock().is_ok_and(|peer| peer.has_unused_memory()) => {
+                self.forget_peer(life, lane, &peer);
+            }
+            Some(peer) => return Some(peer),
+            None => {}
         }
         let address = match address {
             Some(address) => address,

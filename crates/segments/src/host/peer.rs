@@ -21,6 +21,9 @@ pub(super) const PAGES_MAX: u32 = 128;
 const RUN_MAX: u32 = 32;
 /// Operations that are posted at once, fewer than an endpoint accepts.
 const POSTED_MAX: usize = 192;
+/// Most memories of segments that have been given up that a connection has, each with a descriptor
+/// and a mapping.
+const UNUSED_MEMORIES_MAX: usize = 8;
 /// Where words begin that were read: behind the message, in as much room.
 const WORDS_AT: u64 = MESSAGE_BYTES_MAX as u64;
 const _: () = assert!(PAGES_MAX * 16 <= MESSAGE_BYTES_MAX);
@@ -96,6 +99,14 @@ impl Peer {
             })
         };
         connect().inspect_err(|error| tracing::debug!(%address, %error, "cannot reach an agent")).ok()
+    }
+
+    /// Whether the connection has the memory of so many segments that have been given up that
+    /// another one is to be made: registered memory stays registered.
+    pub fn has_unused_memory(&self) -> bool {
+        // References of this connection: its own and its endpoint's.
+        let is_unused = |(memory, _): &&(Arc<Memory>, LocalKey)| Arc::strong_count(memory) == 2;
+        self.segments.iter().filter(is_unused).count() >= UNUSED_MEMORIES_MAX
     }
 
     /// Asks the agent; `None` if it does not answer, and the connection cannot be used any more.

@@ -28,7 +28,7 @@ impl HostShared {
             let recovered =
                 SegmentMemory::recover(&self.target, holder, kept.data, kept.present, descriptors);
             if let Ok((memory, _)) = &recovered {
-                self.count_memory(memory);
+                self.held_bytes.charge_always(memory.owner(), memory.bytes());
             }
             match recovered {
                 Ok((memory, Some(entry))) if entry.holder.own() == self.own => {

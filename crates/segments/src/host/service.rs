@@ -22,6 +22,7 @@ use super::SegmentKey;
 use super::answers::Handler;
 use super::arrivals::Arrivals;
 use super::error::SegmentError;
+use super::held_bytes::HeldBytes;
 use super::kept::{KeptSegment, SegmentKeeper};
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::pace::Pace;
@@ -122,8 +123,7 @@ impl SegmentHost {
             lease: lease.id,
             processes: Mutex::default(),
             arrivals: Arrivals::default(),
-            bytes_per_tenant,
-            held_bytes: Mutex::default(),
+            held_bytes: HeldBytes::new(bytes_per_tenant),
             numbers: Mutex::default(),
             precedence: Precedence::default(),
             descriptors: Arc::clone(&options.descriptors),
@@ -195,7 +195,7 @@ impl SegmentHost {
         let (address, generation) = match created {
             Ok(Creation::Created { address, generation }) => (address, generation),
             failed => {
-                shared.close_memory(&memory);
+                shared.close_memory_now(&memory);
                 return Err(match failed? {
                     Creation::Exists => SegmentError::Exists(segment),
                     Creation::HasCopies => SegmentError::HasCopies(segment),
@@ -264,7 +264,7 @@ impl SegmentHost {
             memory
         };
         shared.release_copies(segment, &entry);
-        memory.iter().for_each(|memory| shared.close_memory(memory));
+        memory.iter().for_each(|memory| shared.close_memory_now(memory));
         Ok(())
     }
 

@@ -14,6 +14,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::arrivals::Arrivals;
 use super::copies::RestoringMemory;
+use super::held_bytes::HeldBytes;
 use super::journal::JournalEntry;
 use super::kept::SegmentKeeper;
 use super::memory::{PAGE_BYTES, SEGMENT_DESCRIPTORS, SegmentMemory};
@@ -56,10 +57,8 @@ pub(super) struct HostShared {
     pub next_number: AtomicU64,
     /// What has arrived for them.
     pub arrivals: Arrivals,
-    /// Most bytes of segments of one tenant on this host.
-    pub bytes_per_tenant: u64,
-    /// Bytes of memory that each user has, by the owner of its id.
-    pub held_bytes: Mutex<BTreeMap<u32, u64>>,
+    /// The memory of segments of each user on this host.
+    pub held_bytes: Arc<HeldBytes>,
     pub numbers: Mutex<UsedNumbers>,
     pub precedence: Precedence,
     /// The descriptors of the agent, which are charged to tenants.
@@ -170,17 +169,12 @@ impl HostShared {
         let descriptors = self.descriptors.charge(segment.tenant, SEGMENT_DESCRIPTORS)?;
         let owner = descriptors.owner();
         lock(&self.numbers).add(owner, segment)?;
-        {
-            let mut held = lock(&self.held_bytes);
-            let held = held.entry(owner).or_default();
-            let next = held.checked_add(bytes).filter(|next| *next <= self.bytes_per_tenant);
-            *held = next.ok_or(SegmentError::Limit { limit: self.bytes_per_tenant })?;
-        }
+        self.held_bytes.charge(owner, bytes)?;
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let memory = match SegmentMemory::create(&self.target, number, segment.tenant, bytes, descriptors) {
             Ok(memory) => memory,
             Err(error) => {
-                self.uncount_memory(owner, bytes);
+                self.held_bytes.release(owner, bytes);
                 return Err(error.into());
             }
         };
@@ -188,32 +182,25 @@ impl HostShared {
             Ok(()) => Ok(memory),
             Err(reason) => {
                 memory.close(&self.target);
-                self.uncount_memory(owner, bytes);
+                self.held_bytes.release(owner, bytes);
                 Err(SegmentError::Keeper(reason))
             }
         }
     }
 
-    /// Counts memory that was recovered to its tenant.
-    pub(super) fn count_memory(&self, memory: &SegmentMemory) {
-        *lock(&self.held_bytes).entry(memory.owner()).or_default() += memory.bytes();
-    }
-
-    fn uncount_memory(&self, owner: u32, bytes: u64) {
-        let mut held = lock(&self.held_bytes);
-        let left = held.get(&owner).map_or(0, |held| held.saturating_sub(bytes));
-        if left == 0 {
-            held.remove(&owner)
-        } else {
-            held.insert(owner, left)
-        };
-    }
-
-    /// Gives the memory of a segment up. No READ into it is in flight.
+    /// Frees the memory of a segment. No READ into it is in flight.
     pub(super) fn close_memory(&self, memory: &SegmentMemory) {
         self.keeper.release(memory.number);
         memory.close(&self.target);
-        self.uncount_memory(memory.owner(), memory.bytes());
+        self.held_bytes.free_in_background(memory.owner(), &memory.data);
+    }
+
+    /// Frees the memory of a segment as [`Self::close_memory`] does, before it returns: the program
+    /// that waits may allocate as much.
+    pub(super) fn close_memory_now(&self, memory: &SegmentMemory) {
+        self.keeper.release(memory.number);
+        memory.close(&self.target);
+        self.held_bytes.free(memory.owner(), &memory.data);
     }
 
     /// The process that is open under a name.
