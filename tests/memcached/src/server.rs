@@ -39,6 +39,8 @@ pub struct Options {
     pub arguments: Vec<String>,
     /// Path of the socket instead of a port.
     pub socket_path: Option<PathBuf>,
+    /// The file for standard error.
+    pub log: Option<PathBuf>,
     /// Variables of the environment.
     pub environment: Vec<(String, String)>,
     /// Whether memcached's threads that move items between its queues are off. While they refer
@@ -59,6 +61,7 @@ impl Options {
             memory_mib,
             arguments: Vec::new(),
             socket_path: None,
+            log: None,
             environment: Vec::new(),
             is_deterministic: true,
         }
@@ -75,6 +78,13 @@ impl Options {
     #[must_use]
     pub fn on_socket(mut self, path: &Path) -> Self {
         self.socket_path = Some(path.to_owned());
+        self
+    }
+
+    /// Writes standard error to a file.
+    #[must_use]
+    pub fn with_log(mut self, path: &Path) -> Self {
+        self.log = Some(path.to_owned());
         self
     }
 
@@ -117,7 +127,9 @@ impl Options {
             None => command.args(["-p", &port.to_string(), "-l", "127.0.0.1"]),
         };
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
-        command.args(&self.arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.args(&self.arguments).stdin(Stdio::null()).stdout(Stdio::null());
+        let log = self.log.as_ref().map(|path| fs::File::create(path).expect("the log can be written"));
+        command.stderr(log.map_or_else(Stdio::null, Stdio::from));
         command
     }
 }
@@ -183,6 +195,15 @@ impl Server {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).expect("the server runs");
         self.child.wait().expect("it is a child of this process").success()
+    }
+
+    /// Waits until the process has ended by itself. Returns whether it has succeeded.
+    ///
+    /// # Panics
+    /// If it does not end.
+    pub fn await_end(mut self) -> bool {
+        let end = || self.child.try_wait().expect("it is a child of this process");
+        eventually("the server to end", end).success()
     }
 
     /// Sends a signal to the process and to its children.

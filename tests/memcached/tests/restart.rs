@@ -1,6 +1,6 @@
 //! Items that outlive an orderly stop, with `-e`.
 
-use aquifer_tests_memcached::Server;
+use aquifer_tests_memcached::{Options, Program, Server};
 use rustix::process::Signal;
 
 use crate::start_aquifer;
@@ -50,6 +50,21 @@ fn items_outlive_an_orderly_stop() {
     assert!(items(&server) == expected);
     assert!(!server.end_by(Signal::KILL));
     assert!(is_empty(&start_aquifer(&["-e", file])), "what a killed server has left is not used");
+}
+
+#[test]
+fn a_server_whose_file_was_shortened_ends_with_a_message() {
+    let folder = tempfile::tempdir_in("/dev/shm").expect("there is a file system in memory");
+    let file = folder.path().join("items");
+    let log = folder.path().join("log");
+    let options = Options::new(Program::Aquifer).with(&["-e", file.to_str().expect("the name is text")]);
+    let server = Server::start(options.with_log(&log));
+    assert_eq!(server.connect().request("set key 0 0 1\r\nx\r\n"), b"STORED\r\n");
+    std::fs::File::options().write(true).open(&file).and_then(|file| file.set_len(0)).expect("it is ours");
+    server.connect().send(b"get key\r\n");
+    assert!(!server.await_end());
+    let said = std::fs::read_to_string(&log).expect("the log can be read");
+    assert!(said.contains("the file of -e was shortened"), "{said}");
 }
 
 #[test]

@@ -112,6 +112,9 @@ impl Running {
         if arguments.cluster.directory.address.is_some() {
             return Ok(Self::InCluster(cluster::start(&StateDir::locate(state)?, arguments, options)?));
         }
+        if arguments.memory_file.is_some() {
+            process::report_missing_pages();
+        }
         let server = Server::start(options).map_err(|error| match &arguments.memory_file {
             Some(path) => format!("cannot serve from {}: {error}", path.display()),
             None => format!("cannot serve: {error}"),

@@ -95,6 +95,25 @@ pub fn ignore_stop_signals() {
     }
 }
 
+/// Has this process say why it ends when a page of the file of `-e` does not exist. The kernel
+/// shows that with SIGBUS, at any access.
+pub fn report_missing_pages() {
+    extern "C" fn report(signal: libc::c_int) {
+        const MESSAGE: &[u8] =
+            b"aquifer cache: ending, because the file of -e was shortened or its file system is full\n";
+        // SAFETY: both calls may be made in a handler. The access is repeated when it returns, and
+        // ends the process then.
+        unsafe {
+            libc::write(libc::STDERR_FILENO, MESSAGE.as_ptr().cast(), MESSAGE.len());
+            libc::signal(signal, libc::SIG_DFL);
+        }
+    }
+    let handler = report as extern "C" fn(libc::c_int);
+    // SAFETY: the handler is a function that lives as long as the process, and does what a handler
+    // may do.
+    unsafe { libc::signal(libc::SIGBUS, handler as libc::sighandler_t) };
+}
+
 /// Closes a descriptor, with the descriptors that may be in the queue of its socket. If that waits,
 /// SIGALRM interrupts it: the kernel does not let a socket linger then.
 pub fn close_without_lingering(descriptor: OwnedFd) {

@@ -17,7 +17,8 @@ const OTHERS: u32 = 0o077;
 /// Other users must not be able to change the file, and so not to shorten it while it is mapped.
 ///
 /// # Errors
-/// If the file cannot be opened, or if it is not one that only this user can change.
+/// If the file cannot be opened, if it is not one that only this user can change, or if its file
+/// system has no room for `limit` bytes.
 pub fn open(path: &Path, bytes: u64, limit: u64) -> io::Result<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(|error| match error {
@@ -40,10 +41,10 @@ pub fn open(path: &Path, bytes: u64, limit: u64) -> io::Result<OwnedFd> {
     let system = rustix::fs::fstatvfs(&file)?;
     let room = system.f_bavail.saturating_mul(system.f_frsize).saturating_add(metadata.blocks() * 512);
     if room < limit {
-        tracing::warn!(
-            path = %path.display(), room, limit,
-            "the file system has less room than the items may need: the server ends when it is full"
-        );
+        let (room, limit) = (room >> 20, limit >> 20);
+        return Err(refused(&format!(
+            "its file system has room for {room} MiB, and the items may need {limit} MiB: give a smaller -m"
+        )));
     }
     Ok(file)
 }
@@ -103,6 +104,13 @@ mod tests {
             assert_eq!((metadata.len(), metadata.mode() & 0o7777), (8192, 0o600));
             assert_eq!(refusal(path), "another process uses it");
         }
+    }
+
+    #[test]
+    fn a_file_system_without_room_is_refused() {
+        let (_folder, path) = folder();
+        let refusal = open(&path, 8192, 1 << 60).unwrap_err().to_string();
+        assert!(refusal.contains("smaller -m"), "{refusal}");
     }
 
     #[test]
