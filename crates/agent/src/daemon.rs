@@ -43,6 +43,8 @@ use segments::{restorable_segments, start_segments};
 
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
+/// Descriptors that a user needs at least, for a run with some programs.
+const USER_DESCRIPTORS_MIN: usize = 128;
 /// Turns of the main loop between checks whether the keeper was restarted.
 const KEEPER_CHECK_TURNS: u32 = 10;
 
@@ -148,6 +150,12 @@ pub enum AgentError {
         /// The memory that is available, in bytes.
         available: u64,
     },
+    /// This process may have so few descriptors that no user would get any.
+    #[error(
+        "--shared-socket: the limit of open files is too low to serve programs of all users: raise it \
+         (ulimit -n) to at least 1024"
+    )]
+    FewDescriptors,
     /// The gateway could not be started.
     #[error("the agent's gateway, which accepts connections, cannot be started: {0}")]
     Gateway(io::Error),
@@ -330,6 +338,9 @@ impl Agent {
             AfterFence::Wait,
         );
         let descriptors = DescriptorShares::of_process();
+        if options.shared_socket.is_some() && !descriptors.has_share_of(USER_DESCRIPTORS_MIN) {
+            return Err(AgentError::FewDescriptors);
+        }
         nodes.charge_endpoints(&descriptors);
         watch_nodes(&mut membership, &nodes, &retries)?;
         let resumes = state.predecessor.is_some();

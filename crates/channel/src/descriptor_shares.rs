@@ -73,6 +73,12 @@ impl DescriptorShares {
         Self::new(descriptors.min(threads).min(DESCRIPTORS_MAX))
     }
 
+    /// Whether a user can have as many as `count` descriptors.
+    #[must_use]
+    pub const fn has_share_of(&self, count: usize) -> bool {
+        self.max / 2 >= count
+    }
+
     /// Shares of this many descriptors.
     #[must_use]
     pub fn new(max: usize) -> Arc<Self> {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, listen};
 
+use crate::exiting::is_exiting;
 use crate::frames::frame_socket;
 use crate::peer::{PeerCredentials, peer_credentials};
 
@@ -51,11 +52,19 @@ fn remove_dead_socket(path: &Path) -> io::Result<()> {
     if !std::os::unix::fs::FileTypeExt::is_socket(&metadata.file_type()) {
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, "a file that is no socket is there"));
     }
-    match rustix::net::connect(&frame_socket()?, &SocketAddrUnix::new(path)?) {
-        Err(rustix::io::Errno::CONNREFUSED) => std::fs::remove_file(path),
-        // Also a socket of another type, or one whose queue is full.
-        _ => Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there")),
+    let socket = frame_socket()?;
+    let listener = match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+        Err(rustix::io::Errno::CONNREFUSED) => return std::fs::remove_file(path),
+        Ok(()) => peer_credentials(&socket)?.pid,
+        // A socket of another type, or one whose queue is full.
+        Err(_) => return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there")),
+    };
+    // Process 0 is one that this process cannot see.
+    if listener != 0 && is_exiting(listener) {
+        // Another process has the descriptors of one that has ended, such as its shadow.
+        return std::fs::remove_file(path);
     }
+    Err(io::Error::new(io::ErrorKind::AddrInUse, format!("process {listener} listens there")))
 }
 
 /// Waits for a connection and accepts it. Sends and receives on it time out after 5 s.
@@ -123,6 +132,8 @@ pub fn receive_soon(
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     #[test]
@@ -136,6 +147,16 @@ mod tests {
         let first = listen_at(&path, 0o600).unwrap();
         assert_eq!(listen_at(&path, 0o600).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         drop(first);
+        let second = listen_at(&path, 0o600).unwrap();
+        drop(second);
+        // The listener is the process that has called listen, although another has the descriptor.
+        let third = frame_socket().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        bind(&third, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::io::fcntl_setfd(&third, rustix::io::FdFlags::empty()).unwrap();
+        let listen = format!("import socket; socket.socket(fileno={}).listen()", third.as_raw_fd());
+        let listened = std::process::Command::new("python3").args(["-c", &listen]).status().unwrap();
+        assert!(listened.success());
         listen_at(&path, 0o600).unwrap();
     }
 }

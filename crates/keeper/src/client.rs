@@ -269,6 +269,9 @@ fn claim(socket: &OwnedFd, share: KeeperShare) -> io::Result<Vec<RestoredItem>> 
     let mut kept = Vec::new();
     loop {
         let received = receive_frame(socket).map_err(|error| match error {
+            ReceiveError::System(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                io::Error::new(io::ErrorKind::TimedOut, "it does not answer; is it stopped?")
+            }
             ReceiveError::System(error) => error,
             error => io::Error::other(error),
         });

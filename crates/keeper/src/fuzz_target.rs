@@ -49,6 +49,7 @@ pub fn handle_frames(bytes: &[u8]) -> bool {
         shares: BTreeMap::new(),
         exits: ExitWatcher::default(),
         next_accept: Instant::now(),
+        next_owner_check: Instant::now(),
         orphans: OrphanWatch::new(),
     };
     let mut daemons: [_; DAEMONS] = std::array::from_fn(|at| connection(at as u64 + 1));

@@ -60,6 +60,8 @@ const CONNECTIONS_MAX: usize = 64;
 /// first has not ended. A hostile program can make the kernel wait in a thread of the daemon, which
 /// then keeps its connection open.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval between checks whether the owners of the shares live.
+const OWNER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time without another attempt after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
@@ -105,7 +107,7 @@ struct ShareOwner {
     pid: u32,
     /// The pidfd of the daemon; `None` if the daemon had ended when it connected.
     process: Option<Arc<OwnedFd>>,
-    /// Since when other daemons have found it dead.
+    /// Since when it was found dead.
     dead_since: Option<Instant>,
 }
 
@@ -122,10 +124,15 @@ struct ShareState {
 }
 
 impl ShareOwner {
-    /// Whether the daemon has ended or was killed, and has kept its connection open for too long.
-    fn has_left(&mut self) -> bool {
+    /// Whether the daemon has ended or was killed.
+    fn is_dead(&self) -> bool {
         let has_ended = |pidfd: &Arc<OwnedFd>| wait_readable(&[pidfd], Duration::ZERO).unwrap_or(false);
-        if !self.process.as_ref().is_none_or(has_ended) && !is_exiting(self.pid) {
+        self.process.as_ref().is_none_or(has_ended) || is_exiting(self.pid)
+    }
+
+    /// Whether the daemon is dead, and its connection was kept open for too long.
+    fn has_left(&mut self) -> bool {
+        if !self.is_dead() {
             self.dead_since = None;
             return false;
         }
@@ -144,6 +151,8 @@ struct KeeperServer {
     exits: ExitWatcher,
     /// When a connection may be accepted again, after one could not be.
     next_accept: Instant,
+    /// When the owners of the shares are checked again.
+    next_owner_check: Instant,
     orphans: OrphanWatch,
 }
 
@@ -164,6 +173,7 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         shares: BTreeMap::new(),
         exits: ExitWatcher::default(),
         next_accept: Instant::now(),
+        next_owner_check: Instant::now(),
         orphans: OrphanWatch::new(),
     };
     ready();
@@ -207,6 +217,10 @@ impl KeeperServer {
             self.exits.report_ended();
         }
         self.release_orphans();
+        if Instant::now() >= self.next_owner_check {
+            self.next_owner_check = Instant::now() + OWNER_CHECK_INTERVAL;
+            self.expel_owners(ShareOwner::has_left);
+        }
         for (share_id, share) in &mut self.shares {
             if share.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 share.deadline = None;
@@ -233,6 +247,22 @@ impl KeeperServer {
         }
     }
 
+    /// Takes shares from owners whose connections are open although they have ended: another
+    /// process, such as a stopped shadow, has them open.
+    fn expel_owners(&mut self, has_left: impl Fn(&mut ShareOwner) -> bool) {
+        let mut left = Vec::new();
+        for (share_id, share) in &mut self.shares {
+            if let Some(owner) = &mut share.owner
+                && has_left(owner)
+            {
+                left.push((*share_id, owner.connection));
+            }
+        }
+        for (share_id, connection) in left {
+            self.remove_owner(share_id, connection);
+        }
+    }
+
     /// True if no daemon is connected and nothing is held.
     fn is_unused(&self) -> bool {
         self.connections.is_empty() && self.shares.is_empty()
@@ -242,6 +272,7 @@ impl KeeperServer {
     /// `timeout`. A running daemon has descriptors of its own.
     fn end_programs(&mut self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
+        self.expel_owners(|owner| owner.is_dead());
         let is_released = |share: &&mut ShareState| share.owner.is_none();
         self.shares.values_mut().filter(is_released).for_each(|share| share.items.kill_programs());
         loop {

@@ -4,17 +4,19 @@
 //! has released the item.
 
 use std::io::{PipeReader, Read, pipe};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use aquifer_channel::{connect, receive_frame, send_frame};
+use aquifer_channel::{connect, frame_socket, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{CLAIM_TIMEOUT, ITEMS_MAX, KeeperClient, KeeperOptions, serve};
+use rustix::io::FdFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 const LONG: Duration = Duration::from_secs(1000);
@@ -129,6 +131,28 @@ fn items_of_an_absent_daemon_are_released_after_the_grace_time() {
     assert_eq!(keeper.connect(KeeperShare::Node(1)).1, []);
     // The owner of the other share is connected.
     assert_eq!(keeper.connect(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
+}
+
+/// A process that shares its descriptors, such as its shadow, may be stopped.
+#[test]
+fn a_daemon_that_has_ended_is_absent_although_its_connection_is_open() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keeper = TestKeeper::start(folder.path(), Duration::from_millis(1));
+    let socket = frame_socket().expect("a socket");
+    rustix::io::fcntl_setfd(&socket, FdFlags::empty()).expect("it is open");
+    // The peer of the keeper is the process that connects.
+    let connect = format!(
+        "import socket; socket.socket(fileno={}).connect('{}')",
+        socket.as_raw_fd(),
+        keeper.socket.display()
+    );
+    let connected = Command::new("python3").args(["-c", &connect]).status().expect("python3 is installed");
+    assert!(connected.success());
+    send_frame(&socket, &Frame::Claim(KeeperShare::Node(1)), &[]).expect("the keeper listens");
+    let (reader, writer) = pipe().expect("a pipe");
+    send_frame(&socket, &Frame::Hold(item(HeldKind::Node, 1)), &[writer.as_fd()]).expect("it listens");
+    drop(writer);
+    await_release(reader);
 }
 
 #[test]
