@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use aquifer_cache::store::presence::Presence;
 use aquifer_channel::RestoredItem;
+use aquifer_directory::DirectoryError;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{CLAIM_TIMEOUT, KeeperClient};
-use aquifer_segments::ownership::{Holder, Holding, SegmentRecord, Stage};
+use aquifer_segments::ownership::{Holder, SegmentRecord};
 use serde::{Deserialize, Serialize};
 
 use crate::lease::LEASE_TTL;
-use crate::member::{Member, Seat, warn_of_directory};
+use crate::member::{Member, warn_of_directory};
 use crate::records::Claim;
 
 /// Mask of the partition's number in the number of an item.
@@ -139,16 +140,13 @@ impl Member {
             }
             std::thread::sleep(RECEIVE_PAUSE);
         }
-        let settled = |(partition, seat): (usize, &Seat)| {
-            let state = seat.lock();
-            match state.holder.holding() {
-                Holding::Owned { generation, stage: Stage::Settled } if state.giving.is_none() => {
-                    Some((partition, SegmentRecord::new(state.holder.own(), generation)))
-                }
-                _ => None,
-            }
-        };
-        Some(self.seats.iter().enumerate().filter_map(settled).collect())
+        Some(
+            self.seats
+                .iter()
+                .enumerate()
+                .filter_map(|(partition, seat)| Some((partition, seat.lock().settled_record()?)))
+                .collect(),
+        )
     }
 
     /// Serves the partitions of which the store has adopted the memory, if no server has had them
@@ -167,8 +165,10 @@ impl Member {
         let mut resumed = 0;
         let deadline = Instant::now() + LEASE_TTL;
         loop {
-            resumed += self.claim_kept(&mut pending);
-            self.forget_lost(&mut pending);
+            match self.resume_kept(&mut pending) {
+                Ok(more) => resumed += more,
+                Err(error) => warn_of_directory(&error),
+            }
             if pending.is_empty() || Instant::now() >= deadline {
                 break;
             }
@@ -180,8 +180,19 @@ impl Member {
         tracing::info!(resumed, of = count, "partitions continue with the items of an earlier server");
     }
 
+    /// Tries once to claim kept partitions again, and serves those that were claimed. Forgets those
+    /// that another server has had since.
+    ///
+    /// # Errors
+    /// Those of the directory. Then it is not known of some.
+    pub(crate) fn resume_kept(&self, pending: &mut Records) -> Result<usize, DirectoryError> {
+        let resumed = self.claim_kept(pending)?;
+        self.forget_lost(pending)?;
+        Ok(resumed)
+    }
+
     /// Claims kept partitions, and serves those that were claimed. Returns how many these are.
-    fn claim_kept(&self, pending: &mut Records) -> usize {
+    fn claim_kept(&self, pending: &mut Records) -> Result<usize, DirectoryError> {
         let own = self.life();
         let claims: Vec<Claim> = pending
             .iter()
@@ -189,32 +200,31 @@ impl Member {
             .collect();
         let mut resumed = 0;
         for claims in claims.chunks(CLAIMS) {
-            let claimed = self.registry.claim(own, claims).inspect_err(warn_of_directory);
-            for (partition, generation) in claimed.unwrap_or_default() {
+            for (partition, generation) in self.registry.claim(own, claims)? {
                 self.serve_kept(pending, partition, generation);
                 resumed += 1;
             }
         }
-        resumed
+        Ok(resumed)
     }
 
     /// Serves those of the pending partitions that were claimed although the answer was lost, and
     /// forgets those that another server has had.
-    fn forget_lost(&self, pending: &mut Records) {
+    fn forget_lost(&self, pending: &mut Records) -> Result<(), DirectoryError> {
         let own = self.life();
         for (partition, expected) in pending.clone() {
-            match self.registry.observe(partition, None) {
-                Ok(Some((record, _))) if record == expected => {}
-                Ok(Some((record, _))) if record == SegmentRecord::new(own, expected.generation + 2) => {
+            match self.registry.observe(partition, None)? {
+                Some((record, _)) if record == expected => {}
+                Some((record, _)) if record == SegmentRecord::new(own, expected.generation + 2) => {
                     self.serve_kept(pending, partition, record.generation);
                 }
-                Ok(_) => {
+                _ => {
                     pending.remove(&partition);
                     self.forget(partition, Presence::Unknown);
                 }
-                Err(error) => return warn_of_directory(&error),
             }
         }
+        Ok(())
     }
 
     fn serve_kept(&self, pending: &mut Records, partition: usize, generation: u64) {

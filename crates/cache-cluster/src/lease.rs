@@ -11,6 +11,8 @@ use rustix::time::ClockId;
 /// The time after which a server that says nothing is taken for dead. Its partitions begin anew
 /// elsewhere then.
 pub const LEASE_TTL: Duration = Duration::from_secs(3);
+/// Default time for which partitions of a server whose lease has ended are left to it.
+pub const RETURN_TIME: Duration = Duration::from_millis(1500);
 /// Interval between keep-alives.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(500);
 /// The server serves nothing when the lease may end so soon: the clock of the directory may be
@@ -134,7 +136,9 @@ impl Keeper {
                 Ok(()) => self.fence.renew(sent_ms),
                 Err(DirectoryError::LeaseGone { .. }) => {
                     if !self.stops.load(Ordering::Acquire) {
-                        tracing::error!("the lease of this server has ended; it begins anew, without items");
+                        tracing::error!(
+                            "the lease of this server has ended; it serves nothing until it has joined again"
+                        );
                     }
                     self.is_lost.store(true, Ordering::Release);
                     break;

@@ -47,7 +47,7 @@ use aquifer_directory::Directory;
 use aquifer_fabric::{ClusterKey, TargetError};
 
 use self::channel::{Access, Channels, Interference};
-use self::keeping::Kept;
+use self::keeping::{Kept, Records};
 use self::lease::{Fence, KeptLease};
 use self::load::Loads;
 use self::member::{Member, seats};
@@ -76,6 +76,9 @@ pub struct ClusterOptions {
     /// The socket of the machine's keeper. It holds what this server cannot give to others when it
     /// ends, for the next one.
     pub keeper: Option<PathBuf>,
+    /// Time for which partitions of a server whose lease has ended are left to it: if the directory
+    /// was away, or the server was stopped for a moment, it joins again with its items.
+    pub return_time: Duration,
     /// What loses messages, in tests.
     pub interference: Option<Arc<dyn Interference>>,
 }
@@ -200,6 +203,8 @@ impl ClusterServer {
             lease,
             lost_since: BTreeMap::new(),
             lives: BTreeMap::new(),
+            kept: Records::new(),
+            return_time: cluster.return_time,
         };
         let (for_peers, for_balance) = (Arc::clone(&member), Arc::clone(&member));
         let for_settling = Arc::clone(&member);

@@ -92,6 +92,16 @@ impl SeatState {
     pub fn new(own: Life) -> Self {
         Self { holder: Holder::absent(own), record: None, giving: None, receiving: None, ended: None }
     }
+
+    /// The directory's record, if this server owns the partition and does not hand it over.
+    pub fn settled_record(&self) -> Option<SegmentRecord> {
+        match self.holder.holding() {
+            Holding::Owned { generation, stage: Stage::Settled } if self.giving.is_none() => {
+                Some(SegmentRecord::new(self.holder.own(), generation))
+            }
+            _ => None,
+        }
+    }
 }
 
 /// The seats of a server, for the time of a lease.

@@ -264,14 +264,17 @@ impl Registry {
         Ok(entry.map(|entry| decode::<SettingsRecord>(&entry)).transpose()?.map(|record| record.cache))
     }
 
-    /// Records a server under its lease, with the first number that is free.
+    /// Records a server under its lease: with the number that the record has, or the first one that
+    /// is free.
     ///
     /// # Errors
     /// Those of the directory, or if all numbers are used.
     pub fn add_server(&self, record: &ServerRecord, lease: Lease) -> Result<ServerRecord, JoinError> {
         let failed = |source| JoinError::Directory { name: self.name.clone(), source };
         let used = self.servers().map_err(failed)?;
-        for server in (1..=SERVERS_MAX).filter(|number| !used.contains_key(number)) {
+        let last = (record.server != 0).then_some(record.server);
+        let free = (1..=SERVERS_MAX).filter(|number| Some(*number) != last);
+        for server in last.into_iter().chain(free).filter(|number| !used.contains_key(number)) {
             let record = ServerRecord { server, epoch: lease.epoch, ..record.clone() };
             let key = self.server_key(server);
             let add = Transaction {

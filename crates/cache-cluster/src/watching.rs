@@ -12,6 +12,7 @@ use aquifer_directory::names::decode;
 use aquifer_directory::{DirectoryEntry, DirectoryError, FailureLog, WatchEvent, WatchEventKind};
 use aquifer_segments::ownership::{Holder, Holding, Life};
 
+use crate::keeping::Records;
 use crate::lease::KeptLease;
 use crate::member::{Member, SeatState};
 use crate::placement;
@@ -19,8 +20,11 @@ use crate::records::{CacheKey, Claim, ServerRecord};
 
 /// Longest wait for a change.
 const TICK: Duration = Duration::from_millis(100);
-/// A partition that its claimant has not claimed for so long is claimed by any server.
+/// A partition that its claimant has not claimed for so long, though it could, is claimed by any
+/// server.
 const CLAIM_TIME: Duration = Duration::from_secs(1);
+/// Pause before partitions are claimed again after a conflict.
+const CONFLICT_PAUSE: Duration = Duration::from_millis(20);
 /// Pause before the directory is listed again that did not answer.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -33,6 +37,11 @@ pub(crate) struct Watcher {
     pub lost_since: BTreeMap<usize, Instant>,
     /// The epochs of the servers that were seen last.
     pub lives: BTreeMap<u16, u64>,
+    /// The records of the partitions that this server had when its lease ended, and whose items it
+    /// still has.
+    pub kept: Records,
+    /// See [`ClusterOptions::return_time`](crate::ClusterOptions::return_time).
+    pub return_time: Duration,
 }
 
 impl Watcher {
@@ -41,7 +50,7 @@ impl Watcher {
         let mut failures = FailureLog::default();
         while !self.member.stops.load(Ordering::Acquire) {
             if self.lease.is_lost() {
-                self.begin_anew();
+                self.join_again();
             }
             if let Err(error) = self.follow() {
                 if let Some(failures) = failures.record(Instant::now()) {
@@ -55,6 +64,7 @@ impl Watcher {
 
     /// Lists the entries of the cache, and follows their changes.
     fn follow(&mut self) -> Result<(), DirectoryError> {
+        self.resume_kept()?;
         let (entries, revision) = self.member.registry.list()?;
         self.note_listing(&entries)?;
         self.place_all();
@@ -70,6 +80,26 @@ impl Watcher {
                 self.place_all();
             }
             self.claim_lost()?;
+        }
+        Ok(())
+    }
+
+    /// Claims the partitions again that this server had when its lease ended.
+    fn resume_kept(&mut self) -> Result<(), DirectoryError> {
+        let (count, mut resumed) = (self.kept.len(), 0);
+        while !self.kept.is_empty() {
+            if self.lease.is_lost() || self.member.stops.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            resumed += self.member.resume_kept(&mut self.kept)?;
+            self.member.server().wake();
+            if !self.kept.is_empty() {
+                // Another server has changed some of the records in the same moment.
+                std::thread::sleep(CONFLICT_PAUSE);
+            }
+        }
+        if count > 0 {
+            tracing::info!(resumed, of = count, "partitions continue here after the lease had ended");
         }
         Ok(())
     }
@@ -186,7 +216,13 @@ impl Watcher {
                 continue;
             }
             let since = *self.lost_since.entry(partition).or_insert_with(Instant::now);
-            let (is_late, lost) = (since.elapsed() > CLAIM_TIME, (partition, state.record.as_ref()));
+            // An owner whose lease has ended although it runs joins again with the items.
+            let return_time = if state.record.is_some() { self.return_time } else { Duration::ZERO };
+            if since.elapsed() < return_time {
+                continue;
+            }
+            let is_late = since.elapsed() > return_time + CLAIM_TIME;
+            let lost = (partition, state.record.as_ref());
             if placement::is_to_claim(lost, own, is_late, &claimants) {
                 claims.push(Claim { partition, record: state.record.clone() });
             }
@@ -217,16 +253,27 @@ impl Watcher {
         member.server().store().begin_empty(partition, generation);
     }
 
-    /// Begins anew when the lease has ended: nothing is this server's any more.
-    fn begin_anew(&mut self) {
+    /// Joins again when the lease has ended: nothing is this server's any more. The items of what it
+    /// had stay until it is known whether another server has had the partitions since.
+    fn join_again(&mut self) {
         let member = Arc::clone(&self.member);
-        let now_s = member.server().now_s();
+        let (store, now_s) = (member.server().store(), member.server().now_s());
+        let is_here = |partition: &usize| {
+            matches!(store.partitions()[*partition].presence(), Presence::Here | Presence::Leaving)
+        };
+        let here: Vec<usize> = (0..member.seats.len()).filter(is_here).collect();
+        store.suspend(&here);
         for (partition, seat) in member.seats.iter().enumerate() {
             let mut state = seat.lock();
-            let items = &member.server().store().partitions()[partition];
-            if matches!(items.presence(), Presence::Here | Presence::Leaving) {
-                member.server().store().leave(partition, now_s);
-                member.forget(partition, Presence::Unknown);
+            match state.settled_record() {
+                Some(record) if here.contains(&partition) => drop(self.kept.insert(partition, record)),
+                // It may have been claimed before, and not be this server's yet.
+                _ if self.kept.contains_key(&partition) => {}
+                _ if here.contains(&partition) => {
+                    store.leave(partition, now_s);
+                    member.forget(partition, Presence::Unknown);
+                }
+                _ => {}
             }
             if let Some(giving) = state.giving.take()
                 && let Some(offered) = giving.offered

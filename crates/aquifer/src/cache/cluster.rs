@@ -63,6 +63,7 @@ pub fn start(
         advertise: arguments.advertise,
         memory_socket: memory_socket(&runtime_folder()),
         keeper: Some(state.socket(&Daemon::Keeper.to_string())),
+        return_time: aquifer_cache_cluster::lease::RETURN_TIME,
         interference: None,
     };
     let server = ClusterServer::start(options, cluster)?;

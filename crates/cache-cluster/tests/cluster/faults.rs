@@ -61,7 +61,7 @@ pub struct FaultyDirectory {
     pub faults: std::sync::Arc<Faults>,
 }
 
-fn unavailable() -> DirectoryError {
+pub fn unavailable() -> DirectoryError {
     DirectoryError::Unavailable { address: "the test".to_owned(), cause: "lost".to_owned() }
 }
 

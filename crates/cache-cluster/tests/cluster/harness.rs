@@ -53,6 +53,8 @@ pub struct Cluster {
     count: usize,
     /// What loses messages and answers of the directory.
     faults: Option<Arc<Faults>>,
+    /// The time that servers leave to others to join again, for those that are added from now on.
+    pub return_time: Duration,
     /// The keeper of the machine, for servers that are added from now on.
     pub keeper: Option<PathBuf>,
 }
@@ -70,7 +72,15 @@ impl Cluster {
             Some(faults) => Arc::new(FaultyDirectory { inner: directory, faults: Arc::clone(faults) }),
             None => Arc::new(directory),
         };
-        let mut cluster = Self { servers: Vec::new(), directory, folder, count: 0, faults, keeper: None };
+        let mut cluster = Self {
+            servers: Vec::new(),
+            directory,
+            folder,
+            count: 0,
+            faults,
+            return_time: Duration::ZERO,
+            keeper: None,
+        };
         for _ in 0..servers {
             cluster.add(kind);
         }
@@ -102,6 +112,7 @@ impl Cluster {
             advertise: None,
             memory_socket,
             keeper: self.keeper.clone(),
+            return_time: self.return_time,
             interference: self.faults.clone().map(|faults| faults as _),
         };
         self.servers.push(ClusterServer::start(options(kind), cluster).unwrap());

@@ -14,7 +14,7 @@ use aquifer_keeper::{ITEMS_MAX, KeeperOptions};
 use crate::harness::{Cluster, Kind};
 use crate::owners::ask;
 
-const KEYS: usize = 500;
+pub const KEYS: usize = 500;
 
 /// A keeper in a thread.
 struct Keeper {
@@ -70,7 +70,7 @@ fn end(cluster: &mut Cluster) {
     cluster.servers.pop().unwrap().stop();
 }
 
-fn set_all(stream: &mut BufReader<TcpStream>) {
+pub fn set_all(stream: &mut BufReader<TcpStream>) {
     for key in 0..KEYS {
         let value = format!("value{key}");
         let request = format!("set key{key} {key} 0 {}\r\n{value}\r\n", value.len());
@@ -79,7 +79,7 @@ fn set_all(stream: &mut BufReader<TcpStream>) {
 }
 
 /// The value, flags, cas number and seconds left of all keys.
-fn read_all(stream: &mut BufReader<TcpStream>) -> Vec<String> {
+pub fn read_all(stream: &mut BufReader<TcpStream>) -> Vec<String> {
     let read = |key| {
         let line = ask(stream, &format!("mg key{key} v f c t\r\n"));
         if line.starts_with("VA") { line + &ask(stream, "") } else { line }

@@ -4,6 +4,7 @@ mod checker;
 mod faults;
 mod harness;
 mod keeping;
+mod leases;
 mod moves;
 mod owners;
 mod settings;

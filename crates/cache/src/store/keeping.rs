@@ -68,9 +68,4 @@ impl Store {
         kept.complete(&self.shared, &identity(options, &self.shared, partition), now_s, unix_s);
         kept.descriptor().map(Some)
     }
-
-    /// Serves a partition with the items of adopted memory, in this generation.
-    pub fn resume(&self, partition: usize, generation: u64) {
-        self.partitions[partition].begin(&self.shared, cas::before_first(partition, generation));
-    }
 }

@@ -73,20 +73,35 @@ impl Store {
     /// Ends the service of a partition: requests wait. Returns what goes with its memory when all
     /// threads have ended the turns in which they may have served it.
     pub fn leave(&self, partition: usize, now_s: u32) -> Departure {
-        let leaving = &self.partitions[partition];
-        leaving.begin_leaving();
+        self.suspend(&[partition]);
+        self.partitions[partition].depart(&self.shared, now_s)
+    }
+
+    /// Serves no requests for some partitions from now on, and waits until none is being served.
+    /// Their items stay.
+    pub fn suspend(&self, partitions: &[usize]) {
+        partitions.iter().for_each(|partition| self.partitions[*partition].begin_leaving());
         let epoch = self.shared.epochs.retire();
         while self.shared.epochs.oldest() <= epoch {
             std::thread::sleep(TURN_PAUSE);
         }
-        leaving.depart(&self.shared, now_s)
     }
 
     /// Serves a partition again, or serves one that has come.
     pub fn stay(&self, partition: usize) {
-        let staying = &self.partitions[partition];
-        staying.stay(&self.shared);
-        let flush_s = staying.flush_s();
+        self.partitions[partition].stay(&self.shared);
+        self.note_flush(partition);
+    }
+
+    /// Serves a suspended partition again, or one of adopted memory, in this generation.
+    pub fn resume(&self, partition: usize, generation: u64) {
+        self.partitions[partition].begin(&self.shared, cas::before_first(partition, generation));
+        self.note_flush(partition);
+    }
+
+    /// Has the items of a partition flushed when it is time.
+    fn note_flush(&self, partition: usize) {
+        let flush_s = self.partitions[partition].flush_s();
         if flush_s != 0 {
             self.next_flush_s.fetch_min(flush_s, Ordering::Relaxed);
         }
