@@ -253,8 +253,8 @@ impl Watcher {
         member.server().store().begin_empty(partition, generation);
     }
 
-    /// Joins again when the lease has ended: nothing is this server's any more. The items of what it
-    /// had stay until it is known whether another server has had the partitions since.
+    /// Joins again when the lease has ended: nothing is this server's any more. The items of what
+    /// it had stay until it is known whether another server has had the partitions since.
     fn join_again(&mut self) {
         let member = Arc::clone(&self.member);
         let (store, now_s) = (member.server().store(), member.server().now_s());

@@ -305,6 +305,25 @@ fn aquifer_down_ends_programs_with_a_message() {
     assert_eq!(cluster.daemons(), Vec::<u32>::new());
 }
 
+/// Its lock is held until it has ended its programs.
+#[test]
+fn an_agent_that_is_stopping_is_started_again() {
+    let cluster = Cluster::up(1, "256M");
+    let run = endless(&cluster, LIMIT, "64M");
+    await_paging(&cluster, 16 << 20);
+    let agent = cluster.daemon("agent", None);
+    processes::signal(agent, Signal::TERM);
+    let lock = cluster.state().join("agent.lock");
+    eventually("the agent to stop", || {
+        let is_ending = std::fs::read_to_string(&lock).is_ok_and(|text| text.ends_with("ending\n"));
+        (is_ending || !processes::is_alive(agent)).then_some(())
+    });
+    start_missing(&cluster, "Started agent");
+    assert_ne!(cluster.daemon("agent", None), agent);
+    assert!(!run.wait().status.success());
+    cluster.assert_all_free();
+}
+
 #[test]
 fn a_keeper_that_stops_ends_the_programs_of_a_dead_agent() {
     let cluster = Cluster::up_with(1, "256M", &["--grace", "1h"]);

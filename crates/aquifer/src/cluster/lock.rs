@@ -28,6 +28,9 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between two attempts at a lock whose holder starts or ends.
 const ATTEMPT_PAUSE: Duration = Duration::from_micros(50);
 
+/// The line in a lock file whose process was asked to stop.
+const ENDING: &str = "ending\n";
+
 /// Exclusive lock of a file, held until it is dropped.
 #[derive(Debug)]
 pub struct FileLock {
@@ -58,6 +61,15 @@ impl AsFd for LockWatch {
 }
 
 impl LockWatch {
+    /// Writes into the file that its process ends, below the number of the process.
+    pub fn mark_ending(&self) {
+        let marked =
+            self.file.metadata().and_then(|file| self.file.write_all_at(ENDING.as_bytes(), file.len()));
+        if let Err(error) = marked {
+            tracing::debug!(%error, "the lock file does not show that this process ends");
+        }
+    }
+
     /// Reads the events, and returns true if the file has no name any more.
     pub fn is_deleted(&self) -> bool {
         let mut events = [0; 1024];
@@ -74,6 +86,8 @@ pub struct LockHolder {
     pub pid: u32,
     /// Process descriptor.
     pub pidfd: OwnedFd,
+    /// True if the process was asked to stop.
+    pub is_ending: bool,
 }
 
 fn open(path: &Path) -> io::Result<File> {
@@ -181,7 +195,8 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
         file.rewind()?;
         file.read_to_string(&mut text)?;
         // The holder locks first and writes its number then, so the number may be missing.
-        let number = text.strip_suffix('\n').and_then(|text| text.parse::<u32>().ok());
+        let (number, rest) = text.split_once('\n').unzip();
+        let number = number.and_then(|text| text.parse::<u32>().ok());
         let pid = number.and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
         if let (Some(number), Some(pid)) = (number, pid) {
             if let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
@@ -192,7 +207,7 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
                 && !has_ended(&pidfd)
                 && !is_exiting(number)
             {
-                return Ok(Some(LockHolder { pid: number, pidfd }));
+                return Ok(Some(LockHolder { pid: number, pidfd, is_ending: rest == Some(ENDING) }));
             }
             attempts_dead += 1;
         }
@@ -222,6 +237,20 @@ mod tests {
         assert!(holder(&path).unwrap().is_none(), "the number in the file of a free lock has no meaning");
         std::fs::write(&path, "no number").unwrap();
         assert!(FileLock::try_acquire(&path).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_lock_shows_that_its_holder_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("part.lock");
+        let lock = FileLock::try_acquire(&path).unwrap().unwrap();
+        assert!(!holder(&path).unwrap().unwrap().is_ending);
+        lock.watch().unwrap().mark_ending();
+        let process = holder(&path).unwrap().unwrap();
+        assert!(process.is_ending && process.pid == std::process::id());
+        drop(lock);
+        let _next = FileLock::try_acquire(&path).unwrap().unwrap();
+        assert!(!holder(&path).unwrap().unwrap().is_ending);
     }
 
     #[test]

@@ -94,10 +94,12 @@ impl StopSignal {
             entries.extend(self.lock.iter().map(|(_, watch)| PollFd::new(watch, PollFlags::IN)));
             match rustix::event::poll(&mut entries, timeout.as_ref()) {
                 Err(rustix::io::Errno::INTR) => {}
-                Err(_) => return Some(StopRequest::Now),
                 Ok(0) => return None,
-                Ok(_) if !entries[0].revents().is_empty() => return Some(StopRequest::Now),
-                Ok(_) => {}
+                Ok(_) if entries[0].revents().is_empty() => {}
+                Ok(_) | Err(_) => {
+                    self.lock.iter().for_each(|(_, watch)| watch.mark_ending());
+                    return Some(StopRequest::Now);
+                }
             }
         }
     }

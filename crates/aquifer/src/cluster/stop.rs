@@ -170,7 +170,11 @@ mod tests {
         io::BufRead::read_line(&mut io::BufReader::new(output), &mut line).unwrap();
         assert_eq!(line, "ready\n");
         let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
-        let holder = LockHolder { pid: child.id(), pidfd: pidfd_open(pid, PidfdFlags::empty()).unwrap() };
+        let holder = LockHolder {
+            pid: child.id(),
+            pidfd: pidfd_open(pid, PidfdFlags::empty()).unwrap(),
+            is_ending: false,
+        };
         (child, holder)
     }
 

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use super::config::ClusterConfig;
 use super::daemon::{Daemon, names};
@@ -11,13 +12,14 @@ use super::key;
 use super::launch::{LaunchError, process_of, start};
 use super::location::DirectoryLocation;
 use super::lock::{FileLock, LockHolder};
-use super::running::{refuse_foreign, running_daemons};
+use super::running::{RunningDaemon, refuse_foreign, running_daemons};
 use crate::Outcome;
 use crate::check::why_no_agent;
 use crate::cli::UpArguments;
 use crate::say::say_line;
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
+use aquifer_channel::socket::wait_readable;
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
 use aquifer_node::memory::available_bytes;
@@ -49,6 +51,7 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     let config = config(state, &arguments)?;
     let daemons = config.daemons();
     refuse_foreign(state, running.iter().filter(|running| daemons.contains(&running.daemon)), ELSEWHERE)?;
+    await_ending(running.iter().filter(|running| daemons.contains(&running.daemon)))?;
     let missing = missing(state, &config)?;
     if missing.is_empty() {
         if let Some(socket) = config.lost_sockets(state).first() {
@@ -133,7 +136,7 @@ fn watch_exits(state: &StateDir, config: &ClusterConfig) {
     };
     for daemon in config.daemons().into_iter().filter(|daemon| *daemon != Daemon::Keeper) {
         // A daemon that has ended meanwhile cannot be watched.
-        let Ok(Some(LockHolder { pid, pidfd })) = process_of(state, daemon) else { continue };
+        let Ok(Some(LockHolder { pid, pidfd, .. })) = process_of(state, daemon) else { continue };
         let watch = Frame::WatchDaemon { pid, name: daemon.to_string() };
         if let Err(error) = aquifer_channel::send_frame(&keeper, &watch, &[pidfd.as_fd()]) {
             return warn(&error);
@@ -156,6 +159,15 @@ fn new_config(arguments: &UpArguments) -> Result<ClusterConfig, Box<dyn std::err
     let mut config = ClusterConfig::from_arguments(arguments);
     config.choose_ports()?;
     Ok(config)
+}
+
+/// Waits for the end of the daemons that were asked to stop.
+fn await_ending<'a>(running: impl Iterator<Item = &'a RunningDaemon>) -> std::io::Result<()> {
+    for RunningDaemon { daemon, process, .. } in running.filter(|running| running.process.is_ending) {
+        crate::say::say_error!("waiting for {daemon} (process {}), which is stopping", process.pid);
+        while !wait_readable(&[&process.pidfd], Duration::MAX)? {}
+    }
+    Ok(())
 }
 
 /// The daemons of the cluster that do not run.

@@ -80,6 +80,10 @@ impl TcpEndpoint {
     pub(super) fn handle_answers(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         loop {
+            if self.broken {
+                // The operations behind a fence have failed, and their answers say the same.
+                return Some(at);
+            }
             if let Some((local, taken)) = self.reading {
                 let used = self.copy_payload(local, taken, &bytes[at..])?;
                 at += used;

@@ -30,3 +30,15 @@ fn an_answer_after_a_stop_is_in_time_and_none_is_not() {
     assert!(endpoint.done.iter().all(|done| done.outcome == Err(WorkError::Timeout)), "{:?}", endpoint.done);
     assert_eq!(endpoint.done.len(), sent - 1);
 }
+
+#[test]
+fn answers_behind_a_fence_are_no_violation() {
+    let (mut endpoint, _far) = endpoint(&fresh_memory());
+    let sent = endpoint.pending.len();
+    let fenced = AnswerHead::new(wire::ANSWER, Err(WorkError::Fenced), 0);
+    assert!(endpoint.handle_answers(&fenced.as_bytes().repeat(sent)).is_some());
+    let outcomes: Vec<_> = endpoint.done.iter().map(|done| done.outcome).collect();
+    assert_eq!(outcomes.len(), sent);
+    assert_eq!(outcomes[0], Err(WorkError::Fenced));
+    assert!(outcomes[1..].iter().all(|outcome| *outcome == Err(WorkError::Flushed)), "{outcomes:?}");
+}
