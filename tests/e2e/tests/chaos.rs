@@ -10,6 +10,7 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::redis::Redis;
 use aquifer_tests_e2e::restart::{figure, restart_agent, restart_node, start_missing};
+use aquifer_tests_e2e::run::status;
 use aquifer_tests_e2e::{Cluster, SharedCluster, build, eventually, processes};
 use aquifer_tests_support::EtcdCluster;
 use rustix::process::Signal;
@@ -59,8 +60,15 @@ type Fault = fn(&Cluster, &mut EtcdCluster, usize);
 /// Faults for nodes whose memory is lost with their processes.
 const FAULTS: [Fault; 6] = [kill_agent, stop_node, kill_node, kill_etcd, stop_agent, kill_node];
 /// Faults for nodes whose memory is kept, so that one replica suffices.
-const FAULTS_OF_KEPT: [Fault; 5] =
-    [restart_kept_node, kill_agent, restart_kept_node, kill_etcd, restart_kept_node_with_agent];
+const FAULTS_OF_KEPT: [Fault; 7] = [
+    restart_kept_node,
+    kill_agent,
+    stop_kept_node,
+    restart_kept_node,
+    kill_etcd,
+    restart_kept_node_with_agent,
+    stop_agent,
+];
 
 fn kill_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
     restart_agent(cluster);
@@ -95,6 +103,15 @@ fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut EtcdCluster, time: us
     processes::kill(cluster.daemon("node", Some(node_of(time))));
     processes::kill(cluster.daemon("agent", None));
     start_missing(cluster, "Started");
+}
+
+/// Stops a node until its lease has ended. Programs that need it wait.
+fn stop_kept_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
+    let _stopped = Stopped::new(cluster.daemon("node", Some(node_of(time))));
+    eventually("the agent to miss the node", || {
+        let missing = status(cluster.agent_socket())?["missing_nodes"].as_array()?.len();
+        (missing > 0).then_some(())
+    });
 }
 
 fn stop_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {

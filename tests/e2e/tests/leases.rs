@@ -1,6 +1,58 @@
 //! Parties that are stopped or cut off from the directory for a while, or that take over from one
 //! that has ended.
 
+use std::process::Command;
+use std::time::{Duration, UNIX_EPOCH};
+
+use aquifer_tests_e2e::network::RunningDaemon;
+use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::{build, eventually, processes};
+use aquifer_tests_support::{EtcdCluster, TcpRelay, state_folder};
+
+/// Seconds that the agent has missed a node in the directory.
+const MISSED_S: u64 = 3;
+
+/// A node is used as long as it answers, also when its grace time would have passed.
+#[test]
+fn a_node_that_is_cut_off_from_the_directory_keeps_its_pages() {
+    let etcd = EtcdCluster::start();
+    let local = "127.0.0.1:0".parse().expect("an address");
+    let relay = TcpRelay::start(local, etcd.members()[0].client(), Duration::ZERO).expect("a free port");
+    let (direct, relayed) = (etcd.address(), format!("etcd://{}", relay.address()));
+    let folder = state_folder();
+    let state = folder.path();
+    let _keeper = RunningDaemon::start_here(state, &["keeper", "--grace", "1s"]);
+    let node = ["node", "--id", "1", "--memory", "256M", "--grace", "1s", "--directory", &relayed];
+    let _node = RunningDaemon::start_here(state, &node);
+    let agent = ["agent", "--mempool", "8M", "--grace", "1s", "--directory", &direct];
+    let _agent = RunningDaemon::start_here(state, &agent);
+    let socket = state.join("agent.sock");
+    let mut command = Command::new(build::binary());
+    command.arg("--state").arg(state).args(["run", "--local", "8M", "--"]);
+    // Its children connect to the node anew.
+    command.arg(build::programs().join("checker")).args(["fork", "--bytes", "16M", "--rounds", "1000000"]);
+    let run = Running::start(&mut command, false, mempool_share(&socket));
+    let faults = || -> Option<u64> {
+        status(&socket)?["runs"].as_array()?.iter().map(|run| run["faults"].as_u64()).sum()
+    };
+    eventually("the program to be paged", || faults().filter(|faults| *faults > 2_000));
+    relay.stop();
+    eventually("the agent to miss the node", || {
+        let since_s = status(&socket)?["missing_nodes"][0]["since_s"].as_u64()?;
+        (UNIX_EPOCH.elapsed().ok()?.as_secs() >= since_s + MISSED_S).then_some(())
+    });
+    let before = eventually("the agent to answer", faults);
+    eventually("the program to go on", || faults().filter(|faults| *faults > before + 5_000));
+    relay.resume();
+    eventually("the node to return", || {
+        status(&socket)?["missing_nodes"].as_array()?.is_empty().then_some(())
+    });
+    let program = processes::descendants(run.pid()).first().copied().expect("it runs");
+    processes::kill(program);
+    let outcome = run.wait();
+    assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
+}
+
 mod long {
     use aquifer_client::segments::Process;
     use aquifer_tests_e2e::{eventually, processes};
