@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use aquifer_channel::boot_time::BootInstant;
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
-use rustix::time::ClockId;
 
 /// The time after which a server that says nothing is taken for dead. Its partitions begin anew
 /// elsewhere then.
@@ -22,15 +22,16 @@ const MARGIN: Duration = Duration::from_millis(300);
 /// Until when a server may serve.
 #[derive(Debug)]
 pub struct Fence {
-    /// Milliseconds of [`now_ms`].
+    /// Milliseconds since the machine was started, with those in which it was suspended.
     until_ms: AtomicU64,
 }
 
-/// Milliseconds since the machine was started, with those in which it was suspended.
 fn now_ms() -> u64 {
-    let now = rustix::time::clock_gettime(ClockId::Boottime);
-    let (seconds, nanoseconds) = (now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs());
-    seconds * 1000 + nanoseconds / 1_000_000
+    ms(BootInstant::now().since_start())
+}
+
+fn ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl Fence {
@@ -47,8 +48,7 @@ impl Fence {
     }
 
     fn renew(&self, sent_ms: u64) {
-        let lasts_ms = u64::try_from((LEASE_TTL - MARGIN).as_millis()).expect("seconds");
-        self.until_ms.store(sent_ms + lasts_ms, Ordering::Release);
+        self.until_ms.store(sent_ms + ms(LEASE_TTL - MARGIN), Ordering::Release);
     }
 
     fn close(&self) {

@@ -15,6 +15,7 @@
 //!
 //! This crate does not know what the frames mean.
 
+pub mod boot_time;
 pub mod descriptor_shares;
 pub mod exiting;
 pub mod frames;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use aquifer_channel::boot_time::BootInstant;
 use aquifer_directory::names::{self, AgentRecord};
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
 use aquifer_fabric::Host;
@@ -37,7 +38,7 @@ pub enum MembershipError {
 #[derive(Debug)]
 pub struct LeaseEvents {
     /// When the last one that succeeded was sent.
-    renewed: Mutex<Instant>,
+    renewed: Mutex<BootInstant>,
     /// Keep-alives that succeeded.
     pub renewals: AtomicU64,
     /// Keep-alives that failed.
@@ -45,11 +46,11 @@ pub struct LeaseEvents {
 }
 
 impl LeaseEvents {
-    fn new(granted: Instant) -> Self {
+    fn new(granted: BootInstant) -> Self {
         Self { renewed: Mutex::new(granted), renewals: AtomicU64::new(0), failures: AtomicU64::new(0) }
     }
 
-    fn renewed(&self) -> MutexGuard<'_, Instant> {
+    fn renewed(&self) -> MutexGuard<'_, BootInstant> {
         self.renewed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -91,7 +92,7 @@ impl Membership {
         on_lease_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, MembershipError> {
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
-        let granted = Instant::now();
+        let granted = BootInstant::now();
         let lease = directory.lease_grant(LEASE_TTL)?;
         let record = match predecessor {
             Some(predecessor) => names::resume_host(&*directory, lease, predecessor, grace_ms)?,
@@ -208,7 +209,7 @@ fn keep_alive(
             continue;
         }
         waited = Duration::ZERO;
-        let sent = Instant::now();
+        let sent = BootInstant::now();
         let renewal = renew(directory, lease);
         let is_renewed = matches!(renewal, Renewal::Renewed);
         let counter = if is_renewed { &events.renewals } else { &events.failures };

@@ -2,9 +2,10 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use aquifer_arena::calls::{Answer, Call, Tenure};
+use aquifer_channel::boot_time::BootInstant;
 use aquifer_channel::{receive_frame, send_frame, set_timeout};
 use aquifer_ipc::Frame;
 use rustix::net::{Shutdown, shutdown};
@@ -37,7 +38,7 @@ pub(super) struct Ends {
     /// The connection for questions whether the agent runs.
     pub pulse: OwnedFd,
     /// When the first question was asked.
-    pub asked: Instant,
+    pub asked: BootInstant,
 }
 
 impl Ends {
@@ -57,15 +58,15 @@ impl Connections {
         agent: &Path,
         process: &str,
         held: Vec<(u64, Tenure)>,
-        until: Option<Instant>,
+        until: Option<BootInstant>,
     ) -> Result<Self, Error> {
-        let connect = || connect_with_timeout(agent, answer_timeout(until, Instant::now()));
+        let connect = || connect_with_timeout(agent, answer_timeout(until, BootInstant::now()));
         let (calls, arrivals, pulse) = (connect()?, connect()?, connect()?);
         let ask = |socket: &OwnedFd, call: &Call| {
-            set_timeout(socket, Some(answer_timeout(until, Instant::now()))).map_err(Error::System)?;
+            set_timeout(socket, Some(answer_timeout(until, BootInstant::now()))).map_err(Error::System)?;
             ask(socket, call)
         };
-        let asked = Instant::now();
+        let asked = BootInstant::now();
         let (still_held, awaited, grace_ms) =
             match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
                 Answer::Opened { held, awaited, grace_ms } => (held, awaited, grace_ms),
@@ -84,7 +85,7 @@ impl Connections {
 }
 
 /// How long to wait for one answer of an agent.
-fn answer_timeout(until: Option<Instant>, now: Instant) -> Duration {
+fn answer_timeout(until: Option<BootInstant>, now: BootInstant) -> Duration {
     until.map_or(ANSWER_TIMEOUT, |until| ANSWER_TIMEOUT.min(until.saturating_duration_since(now)))
 }
 
@@ -112,7 +113,7 @@ mod tests {
 
     #[test]
     fn no_answer_is_awaited_beyond_the_deadline() {
-        let now = Instant::now();
+        let now = BootInstant::now();
         let at = |ms| Some(now + Duration::from_millis(ms));
         assert_eq!(answer_timeout(None, now), ANSWER_TIMEOUT);
         assert_eq!(answer_timeout(at(60_000), now), ANSWER_TIMEOUT);

@@ -13,10 +13,11 @@ use std::collections::btree_map::Entry;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use aquifer_arena::calls::{Answer, Call, Tenure};
 use aquifer_arena::{PageFaults, revoke};
+use aquifer_channel::boot_time::BootInstant;
 use aquifer_channel::receive_frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -224,10 +225,10 @@ impl Link {
 
     /// Waits until the agent has ended, or has not answered for the grace time. Returns when it has
     /// answered last.
-    fn await_end(&self, ends: &Ends) -> Instant {
+    fn await_end(&self, ends: &Ends) -> BootInstant {
         let (grace, mut last_answer) = (lock(&self.state).grace, ends.asked);
         // A late answer says what was so when it was asked for.
-        let mut asked: Option<Instant> = None;
+        let mut asked: Option<BootInstant> = None;
         let pulse = &ends.pulse;
         loop {
             let mut ends = [
@@ -235,7 +236,7 @@ impl Link {
                 PollFd::new(&ends.arrivals, PollFlags::RDHUP),
                 PollFd::new(pulse, PollFlags::IN),
             ];
-            let (now, deadline, interval) = (Instant::now(), last_answer + grace, grace / PULSES);
+            let (now, deadline, interval) = (BootInstant::now(), last_answer + grace, grace / PULSES);
             let until = match asked {
                 Some(asked) => deadline.max(asked + interval),
                 // After the deadline, this process was stopped, and asks at once.
@@ -245,10 +246,10 @@ impl Link {
             let is_over = match poll(&mut ends, Some(&left)) {
                 Err(rustix::io::Errno::INTR) => false,
                 Err(_) => true,
-                Ok(0) if Instant::now() < until => false,
+                Ok(0) if BootInstant::now() < until => false,
                 Ok(0) if asked.is_some() => true,
                 Ok(0) => {
-                    asked = Some(Instant::now());
+                    asked = Some(BootInstant::now());
                     send(pulse, &Call::Pulse, &[]).is_err()
                 }
                 Ok(_) if ends.iter().all(|end| (end.revents() - PollFlags::IN).is_empty()) => {
@@ -265,10 +266,10 @@ impl Link {
 
     /// The next connections; `None` if no agent has come in time, or the process wants
     /// no segments any more.
-    fn reconnect(&self, until: Instant) -> Option<Arc<Ends>> {
+    fn reconnect(&self, until: BootInstant) -> Option<Arc<Ends>> {
         loop {
             let is_closing = lock(&self.state).is_closing;
-            if is_closing || Instant::now() >= until {
+            if is_closing || BootInstant::now() >= until {
                 return None;
             }
             // Whatever an answer has brought is mapped and held once the lines are free. The
