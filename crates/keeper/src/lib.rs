@@ -124,8 +124,12 @@ struct ShareState {
 }
 
 impl ShareOwner {
-    /// Whether the daemon has ended or was killed.
+    /// Whether the daemon has ended or was killed. Of a process in another PID name space, whose
+    /// number is 0 here, only the end of its connection shows that.
     fn is_dead(&self) -> bool {
+        if self.pid == 0 {
+            return false;
+        }
         let has_ended = |pidfd: &Arc<OwnedFd>| wait_readable(&[pidfd], Duration::ZERO).unwrap_or(false);
         self.process.as_ref().is_none_or(has_ended) || is_exiting(self.pid)
     }
@@ -453,5 +457,17 @@ impl KeeperServer {
             }
         }
         share.deadline = Some(Instant::now() + grace);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_in_another_pid_name_space_is_not_taken_for_dead() {
+        let owner = |pid| ShareOwner { connection: 1, pid, process: None, dead_since: None };
+        assert!(!owner(0).is_dead());
+        assert!(owner(u32::MAX).is_dead());
     }
 }
