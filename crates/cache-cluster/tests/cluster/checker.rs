@@ -26,8 +26,8 @@ pub struct Checker {
 /// What a request of a batch must be answered.
 enum Expected {
     Stored(String),
-    Value { key: String, returns_cas: bool },
-    Values(Vec<String>),
+    Value { key: String, value: Option<String>, returns_cas: bool },
+    Values(Vec<(String, Option<String>)>),
     Number(u64),
     Exists,
     Deleted(bool),
@@ -51,6 +51,11 @@ impl Checker {
     fn key(&mut self) -> String {
         let number = self.random(self.keys);
         format!("{}-{number}", self.name)
+    }
+
+    /// The value that a key has after the requests so far, which take effect in their order.
+    fn value_of(&self, key: &str) -> Option<String> {
+        self.known.get(key).map(|known| known.value.clone())
     }
 
     /// Sends batches of this many requests and checks the replies, until `stops`. Adds the number
@@ -99,16 +104,18 @@ impl Checker {
             }
             7..=9 => {
                 *sent += &format!("get {key}\r\n");
-                Some(Expected::Value { key, returns_cas: false })
+                Some(Expected::Value { value: self.value_of(&key), key, returns_cas: false })
             }
             10 => {
                 *sent += &format!("gets {key}\r\n");
-                Some(Expected::Value { key, returns_cas: true })
+                Some(Expected::Value { value: self.value_of(&key), key, returns_cas: true })
             }
             11 => {
                 let keys: Vec<String> = (0..10).map(|_| self.key()).collect();
                 *sent += &format!("get {}\r\n", keys.join(" "));
-                Some(Expected::Values(keys))
+                Some(Expected::Values(
+                    keys.into_iter().map(|key| (key.clone(), self.value_of(&key))).collect(),
+                ))
             }
             12 => {
                 let known = self.known.get(&number).map_or(0, |known| known.value.trim().parse().unwrap());
@@ -160,9 +167,10 @@ impl Checker {
                 assert_eq!(self.line(), if was_there { "DELETED" } else { "NOT_FOUND" });
             }
             Expected::Number(number) => assert_eq!(self.line(), number.to_string()),
-            Expected::Value { key, returns_cas } => {
+            Expected::Value { key, value, returns_cas } => {
                 let found = self.values();
-                assert!(found.len() <= 1, "{key}: {found:?}");
+                let values: Vec<&str> = found.iter().map(|(_, value, _)| value.as_str()).collect();
+                assert_eq!(values, value.iter().collect::<Vec<_>>(), "{key}");
                 if returns_cas
                     && let (Some((_, value, Some(cas))), Some(known)) =
                         (found.first(), self.known.get_mut(&key))
@@ -172,10 +180,10 @@ impl Checker {
                     known.cas = Some(*cas);
                 }
             }
-            Expected::Values(keys) => {
-                for (key, _, _) in self.values() {
-                    assert!(keys.contains(&key), "{key} was not asked for");
-                }
+            Expected::Values(expected) => {
+                let found = self.values().into_iter().map(|(key, value, _)| (key, value));
+                let expected = expected.into_iter().filter_map(|(key, value)| Some((key, value?)));
+                assert_eq!(found.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
             }
         }
     }
