@@ -203,7 +203,9 @@ mod long {
 
     #[test]
     fn a_node_that_does_not_restart_ends_programs() {
-        let cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
+        let mut cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
+        // A program that needs no page of the node, but room for another one, waits for a node.
+        cluster.set_run_options(&["--wait-for-room", "3s"]);
         let run = endless(&cluster);
         processes::kill(cluster.daemon("node", Some(1)));
         assert_ended_with_message(run);
