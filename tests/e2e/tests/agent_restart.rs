@@ -74,13 +74,13 @@ checks! {
     discarded_pages_stay_discarded: "shm" "madvise" [];
     threads_survive_a_restart: "shm" "threads" [];
     the_heap_survives_a_restart: "shm" "brk" ["--bytes", "512M"];
-    a_process_that_outlives_another_survives_a_restart: "shm" "outlive" ["--rounds", "4"];
 }
 
 mod long {
     use super::*;
 
     checks! {
+        a_process_that_outlives_another_survives_a_restart: "shm" "outlive" ["--rounds", "4"];
         a_child_of_a_parent_that_ends_survives_a_restart: "shm" "fork-exit" ["--rounds", "3"];
         pages_survive_a_restart_over_tcp: "tcp" "pages" ["--rounds", "3"];
         a_child_that_inherits_less_survives_a_restart: "shm" "dont-fork" ["--rounds", "3"];

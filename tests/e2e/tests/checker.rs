@@ -72,17 +72,17 @@ fn parent_and_child_write_all_that_they_share_within_their_limit() {
 }
 
 #[test]
-fn pages_keep_their_bytes_over_tcp() {
-    check_on("tcp", "pages", &[], false);
-}
-
-#[test]
 fn protected_pages_keep_their_bytes() {
     check("protect", &[], false);
 }
 
 mod long {
     use super::*;
+
+    #[test]
+    fn pages_keep_their_bytes_over_tcp() {
+        check_on("tcp", "pages", &[], false);
+    }
 
     #[test]
     fn parent_and_child_have_their_own_pages_over_tcp() {

@@ -38,7 +38,9 @@ fn a_modest_program_finishes_beside_a_greedy_one() {
     check("shm");
 }
 
-#[test]
-fn a_modest_program_finishes_beside_a_greedy_one_over_tcp() {
-    check("tcp");
+mod long {
+    #[test]
+    fn a_modest_program_finishes_beside_a_greedy_one_over_tcp() {
+        super::check("tcp");
+    }
 }
