@@ -265,11 +265,16 @@ impl Watcher {
         store.suspend(&here);
         for (partition, seat) in member.seats.iter().enumerate() {
             let mut state = seat.lock();
+            if store.partitions()[partition].presence() == Presence::Here {
+                // It has arrived meanwhile.
+                store.suspend(&[partition]);
+            }
+            let is_suspended = store.partitions()[partition].presence() == Presence::Leaving;
             match state.settled_record() {
-                Some(record) if here.contains(&partition) => drop(self.kept.insert(partition, record)),
+                Some(record) if is_suspended => drop(self.kept.insert(partition, record)),
                 // It may have been claimed before, and not be this server's yet.
                 _ if self.kept.contains_key(&partition) => {}
-                _ if here.contains(&partition) => {
+                _ if is_suspended => {
                     store.leave(partition, now_s);
                     member.forget(partition, Presence::Unknown);
                 }

@@ -64,7 +64,7 @@ fn remove_dead_socket(path: &Path) -> io::Result<()> {
         // Another process has the descriptors of one that has ended, such as its shadow.
         return std::fs::remove_file(path);
     }
-    Err(io::Error::new(io::ErrorKind::AddrInUse, format!("process {listener} listens there")))
+    Err(io::Error::new(io::ErrorKind::AddrInUse, format!("another process listens there: {listener}")))
 }
 
 /// Waits for a connection and accepts it. Sends and receives on it time out after 5 s.

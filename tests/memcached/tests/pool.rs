@@ -92,9 +92,11 @@ fn items_overflow_into_the_memory_of_nodes_and_come_back() {
     let keys = 120_000;
     client.set(0..keys);
     assert!(client.statistic("pool_items") > 30_000, "three times as much as there is memory for");
+    // What the pool does not return within a moment is a miss, and may come the next time.
     let asked = keys / 13;
-    let found = client.count((0..keys).step_by(13).take(asked));
-    assert!(found > asked / 2, "{found} of {asked}");
+    eventually("most items to come back", || {
+        (client.count((0..keys).step_by(13).take(asked)) > asked / 2).then_some(())
+    });
     assert!(client.statistic("pool_hits") > 1000);
     // The node ends: what it had is missing, and nothing else.
     processes::kill(cluster.daemon("node", Some(1)));
