@@ -145,10 +145,7 @@ impl<E: Edge> Monitor<E> {
     /// pass one.
     pub(super) fn allocate_block(&mut self) -> Option<BlockId> {
         let waited = self.volume.waits_in_mempool();
-        self.volume.allocate_block().or_else(|| {
-            if !waited && self.volume.waits_in_mempool() {
-                self.edge.wake_relatives(Relatives::AllWithBlocks);
-            }
+        let block = self.volume.allocate_block().or_else(|| {
             // Before it is queued: a program that frees a block after that must know.
             self.edge.set_waits_for_block(true);
             if self.volume.queue_for_block() {
@@ -156,7 +153,12 @@ impl<E: Edge> Monitor<E> {
             }
             // A block may have been freed before this program was queued.
             self.volume.allocate_block()
-        })
+        });
+        // Either attempt may have found that the mempool has no block, rather than the share.
+        if !waited && self.volume.waits_in_mempool() {
+            self.edge.wake_relatives(Relatives::AllWithBlocks);
+        }
+        block
     }
 
     fn free_block(&mut self, block: BlockId) {

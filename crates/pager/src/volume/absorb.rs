@@ -23,9 +23,14 @@ pub struct SealedBlock {
 }
 
 impl Volume {
-    /// Opens a block for pages. Returns `None` while all blocks wait for acknowledgements.
+    /// Opens a block for pages. Returns `None` while all blocks wait for acknowledgements; the
+    /// volume does not wait for one then.
     pub fn open_block(&mut self) -> Option<BlockId> {
-        let id = self.allocate_block()?;
+        let waited = self.waits_in_mempool();
+        let Some(id) = self.allocate_block() else {
+            self.set_waits_in_mempool(waited);
+            return None;
+        };
         self.left(id, &[]);
         Some(id)
     }
