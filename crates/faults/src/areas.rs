@@ -11,6 +11,14 @@ pub struct Area {
     pub end: PageNumber,
 }
 
+impl Area {
+    /// Whether two ranges have a page in common.
+    #[must_use]
+    pub fn overlaps(self, other: Self) -> bool {
+        self.start < other.end && other.start < self.end
+    }
+}
+
 /// A set of pages, kept as sorted, disjoint ranges with gaps between them.
 #[derive(Clone, Debug, Default)]
 pub struct Areas(Vec<Area>);
@@ -80,6 +88,12 @@ impl Areas {
     #[must_use]
     pub fn contains(&self, page: PageNumber) -> bool {
         self.end_of(page).is_some()
+    }
+
+    /// Whether the set has no page.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// The ranges in ascending order.

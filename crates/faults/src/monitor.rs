@@ -9,6 +9,7 @@
 //! - A page that the program has removed is not evicted before the program has faulted on it again.
 
 mod adoption;
+mod confirmation;
 mod events;
 mod eviction;
 mod order;
@@ -72,6 +73,8 @@ pub struct Monitor<E: Edge> {
     has_unapplied_events: bool,
     /// Areas that the sampler has found and that are not yet registered.
     found: Vec<Area>,
+    /// Ranges of which parts were registered, and it is not known which parts.
+    unconfirmed: Areas,
     /// Registered ranges that are not yet adopted.
     adopting: Areas,
     /// Whether `areas` and `adopting` are as of the last event that was applied. After a restart
@@ -139,6 +142,7 @@ impl<E: Edge> Monitor<E> {
             areas,
             has_unapplied_events: false,
             found: Vec::new(),
+            unconfirmed: Areas::default(),
             adopting: Areas::default(),
             are_areas_exact: true,
             held_back: Vec::new(),
@@ -220,7 +224,7 @@ impl<E: Edge> Monitor<E> {
         }
         self.register_found();
         // Adoption reads messages too: the faults among them are served below.
-        let waits_for_event = self.adopt_some() || !self.found.is_empty();
+        let waits_for_event = self.adopt_some() || !self.found.is_empty() || !self.unconfirmed.is_empty();
         self.read_and_apply();
         self.discard_uninherited();
         self.protect();

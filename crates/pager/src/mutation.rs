@@ -59,6 +59,8 @@ aquifer_mutation::mutations! {
         AdoptBeforeEvents,
         /// A Remap that is read before the event that vacates its new range is applied at once.
         TrustOrder,
+        /// A move to a range of which parts were registered is applied before it is known which.
+        TrustRegistration,
         /// The Unmap event of a move's old place is applied to pages that were moved there since.
         ApplyStaleUnmap,
         /// A thread that writes a page that was write-protected at a fork is woken without

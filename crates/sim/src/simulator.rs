@@ -98,7 +98,8 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         let found = found.into_inner().expect("noting does not panic");
         if is_recording {
             found.write(self.name);
-            let late = found.0.iter().filter(|(_, seed)| **seed >= MUTANT_SCHEDULES);
+            let is_late = |seed: &u64| *seed >= MUTANT_SCHEDULES && !self.regressions.contains(seed);
+            let late = found.0.iter().filter(|(_, seed)| is_late(seed));
             late.for_each(|(name, seed)| {
                 println!("{}: {name} is noticed only in schedule {seed}", self.name)
             });
@@ -113,14 +114,14 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         assert!(missed.is_empty(), "{}: not noticed within {most} schedules: {missed:?}", self.name);
     }
 
-    /// The recorded seed if it notices the mutation, or else the first seed that does.
+    /// The recorded seed if it notices the mutation, or else the first regression or seed that does.
     fn first_notice(&self, mutation: M, recorded: &Corpus, most: u64) -> Option<u64> {
         let recorded = recorded.0.get(&format!("{mutation:?}")).copied();
         let notice = |seed: &u64| {
             let outcome = quietly(|| play(|| mutation.while_active(|| (self.play)(*seed))));
             outcome.inspect_err(|error| println!("{mutation:?}: schedule {seed}: {error}")).is_err()
         };
-        recorded.into_iter().chain(0..most).find(notice)
+        recorded.into_iter().chain(self.regressions.iter().copied()).chain(0..most).find(notice)
     }
 }
 

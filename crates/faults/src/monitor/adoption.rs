@@ -35,7 +35,8 @@ impl<E: Edge> Monitor<E> {
     /// Waits for a turn in which no event is unread. Otherwise an area may be where memory was
     /// moved by a Remap that is unread, and that Remap would seem to move pages onto others.
     pub(super) fn register_found(&mut self) {
-        let is_nothing_due = self.found.is_empty() && self.pending_unmaps.is_empty();
+        let is_nothing_due =
+            self.found.is_empty() && self.pending_unmaps.is_empty() && self.unconfirmed.is_empty();
         if is_nothing_due || !self.edge.has_no_unread_event() {
             return;
         }
@@ -43,20 +44,15 @@ impl<E: Edge> Monitor<E> {
         // All are registered before any is adopted: a registered area cannot grow unnoticed.
         let found = std::mem::take(&mut self.found);
         let unknown = found.iter().flat_map(|area| self.areas.missing(*area));
-        let mut gaps: Vec<Area> = unknown.flat_map(|area| self.adopting.missing(area)).collect();
-        gaps.retain(|gap| self.edge.register(gap.start, gap.end));
-        if gaps.is_empty() {
-            return;
+        let gaps: Vec<Area> = unknown.flat_map(|area| self.adopting.missing(area)).collect();
+        for gap in gaps {
+            if self.edge.register(gap.start, gap.end) {
+                self.unconfirmed.insert(gap);
+            }
         }
         // What was unmapped since the areas were found was not registered, and has raised no event.
         // Something else may be mapped there now.
-        let Some(mut registered) = self.edge.registered_areas(&gaps) else {
-            self.found = gaps;
-            return;
-        };
-        for part in gaps.into_iter().flat_map(|gap| registered.extract(gap)).collect::<Vec<_>>() {
-            self.adopting.insert(part);
-        }
+        self.confirm(&[]);
     }
 
     /// Adopts a part of what was registered.
@@ -84,8 +80,7 @@ impl<E: Edge> Monitor<E> {
     ///
     /// While an event is unread, it may concern what a remap has moved away, and would be ignored.
     fn can_adopt(&mut self, part: Area) -> bool {
-        let has_pending_unmap =
-            self.pending_unmaps.iter().any(|area| area.start < part.end && part.start < area.end);
+        let has_pending_unmap = self.pending_unmaps.iter().any(|area| area.overlaps(part));
         if has_pending_unmap && self.edge.has_no_unread_event() {
             self.forget_pending_unmaps();
             return true;

@@ -122,6 +122,7 @@ impl<E: Edge> Monitor<E> {
         self.adopting.remove(area);
         self.removed.remove(area);
         self.left.remove(area);
+        self.unconfirmed.remove(area);
     }
 
     /// Records all that the sender has completed since the last call.
@@ -228,6 +229,7 @@ impl<E: Edge> Monitor<E> {
         let new = Area { start: to, end: to + pages };
         self.removed.remove(new);
         self.left.remove(new);
+        self.unconfirmed.remove(new);
         self.left.insert(old);
         self.areas.insert(new);
     }

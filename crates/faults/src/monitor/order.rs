@@ -17,7 +17,7 @@ pub(super) type ReadEvent<C> = (usize, UffdMessage<C>);
 impl<E: Edge> Monitor<E> {
     /// Whether an event must not be applied before later ones are known.
     pub(super) fn must_hold_back(&mut self, event: &UffdMessage<E::Child>) -> bool {
-        target(event).is_some_and(|target| self.is_occupied(target))
+        target(event).is_some_and(|target| self.is_occupied(target) || self.may_be_occupied(target))
     }
 
     /// Applies the events that were held back, each after those that it depends on. Reads more
@@ -35,7 +35,13 @@ impl<E: Edge> Monitor<E> {
             read += messages.len();
             self.sort_messages(&mut messages, first, &mut events);
             self.messages = messages;
-            let is_complete = read == first && (is_complete || more == MoreMessages::NoRoom);
+            let is_complete = read == first
+                && if more == MoreMessages::NoRoom {
+                    self.unconfirmed = Areas::default();
+                    true
+                } else {
+                    is_complete && self.confirm(&events)
+                };
             while let Some(at) = self.next_in_order(&events) {
                 let (index, event) = events.remove(at);
                 if at > 0 {
@@ -72,9 +78,13 @@ impl<E: Edge> Monitor<E> {
         is_seen[at] = true;
         let Some(target) = target(&events[at].1) else { return Some(at) };
         let is_blocked = self.is_occupied(target);
+        if !is_blocked && self.may_be_occupied(target) {
+            return None;
+        }
         // What was reported earlier is older in any case.
         for other in 0..if is_blocked { events.len() } else { at } {
-            let may_be_first = !is_seen[other] && vacates(&events[other].1, target);
+            let may_be_first =
+                !is_seen[other] && vacates(&events[other].1).is_some_and(|area| area.overlaps(target));
             if may_be_first
                 && !is_end_of_remap(events, other)
                 && let Some(first) = self.first_before(events, other, is_seen)
@@ -100,21 +110,20 @@ impl<E: Edge> Monitor<E> {
 }
 
 /// The range to which an event moves memory.
-fn target<C>(event: &UffdMessage<C>) -> Option<Area> {
+pub(super) fn target<C>(event: &UffdMessage<C>) -> Option<Area> {
     match *event {
         UffdMessage::Remap { to, pages, .. } => Some(Area { start: to, end: to.saturating_add(pages) }),
         _ => None,
     }
 }
 
-/// Whether an event removes pages from a range.
-fn vacates<C>(event: &UffdMessage<C>, range: Area) -> bool {
-    let vacated = match *event {
-        UffdMessage::Remap { from, pages, .. } => Area { start: from, end: from.saturating_add(pages) },
-        UffdMessage::Unmap { start, end } => Area { start, end },
-        _ => return false,
-    };
-    vacated.start < range.end && range.start < vacated.end
+/// The range from which an event removes pages.
+pub(super) fn vacates<C>(event: &UffdMessage<C>) -> Option<Area> {
+    match *event {
+        UffdMessage::Remap { from, pages, .. } => Some(Area { start: from, end: from.saturating_add(pages) }),
+        UffdMessage::Unmap { start, end } => Some(Area { start, end }),
+        _ => None,
+    }
 }
 
 /// Whether an event is the Unmap that ends a Remap.
@@ -128,6 +137,6 @@ fn ends<C>(remap: &UffdMessage<C>, event: &UffdMessage<C>) -> bool {
 }
 
 /// Whether an event is the Unmap that ends a Remap before it: the Remap must be applied first.
-fn is_end_of_remap<C>(events: &[ReadEvent<C>], at: usize) -> bool {
+pub(super) fn is_end_of_remap<C>(events: &[ReadEvent<C>], at: usize) -> bool {
     events[..at].iter().any(|(_, remap)| ends(remap, &events[at].1))
 }

@@ -493,17 +493,20 @@ impl Kernel for ProcessEdge {
 
     fn registered_areas(&mut self, ranges: &[Area]) -> Option<Areas> {
         let maps = self.program.process().map(ProgramProcess::read_maps);
-        match maps.unwrap_or_else(|| Err(io::ErrorKind::NotFound.into())) {
-            Ok(text) => maps::registered_lines(&text, |area| {
-                let overlaps = |range: &Area| range.start < area.end && area.start < range.end;
-                if ranges.iter().any(overlaps) { self.uffd.is_registered(area.start) } else { Some(false) }
-            }),
+        let text = match maps.unwrap_or_else(|| Err(io::ErrorKind::NotFound.into())) {
+            Ok(text) => text,
             // The sampler finds them again, unless the program has ended.
             Err(error) => {
                 tracing::debug!(pid = self.program.pid(), %error, "cannot read the memory map");
-                Some(Areas::default())
+                return Some(Areas::default());
             }
-        }
+        };
+        let is_wanted = |area: Area| ranges.iter().any(|range| range.overlaps(area));
+        let registered = maps::registered_lines(&text, |area| {
+            if is_wanted(area) { self.uffd.is_registered(area.start) } else { Some(false) }
+        });
+        // What has left the map was perhaps moved away.
+        registered.filter(|_| self.has_no_unread_event())
     }
 
     fn present_pages(

@@ -36,7 +36,7 @@ use world::PagingCounts;
 const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",
     play: run,
-    regressions: &[290_254_544_516],
+    regressions: &[290_254_544_516, 865_554_945_951],
     mutations: &[
         Mutation::ReclaimUnacknowledged,
         Mutation::KeepDiscarded,
@@ -56,6 +56,7 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::AdoptFromOldList,
         Mutation::AdoptBeforeEvents,
         Mutation::TrustOrder,
+        Mutation::TrustRegistration,
         Mutation::ApplyStaleUnmap,
         Mutation::WakeProtected,
         Mutation::RemapWhileLeaving,
