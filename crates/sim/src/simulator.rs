@@ -114,7 +114,8 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         assert!(missed.is_empty(), "{}: not noticed within {most} schedules: {missed:?}", self.name);
     }
 
-    /// The recorded seed if it notices the mutation, or else the first regression or seed that does.
+    /// The recorded seed if it notices the mutation, or else the first regression or seed that
+    /// does.
     fn first_notice(&self, mutation: M, recorded: &Corpus, most: u64) -> Option<u64> {
         let recorded = recorded.0.get(&format!("{mutation:?}")).copied();
         let notice = |seed: &u64| {
