@@ -192,8 +192,9 @@ struct HostServices {
 }
 
 impl AgentServices for HostServices {
-    fn connector(&self, tenant: u32) -> Arc<dyn Connector> {
-        self.nodes.connector(tenant, EndpointPurpose::Write)
+    fn connector(&self, tenant: u32, replicas: usize) -> Arc<dyn Connector> {
+        let purpose = if replicas > 1 { EndpointPurpose::WriteReplicas } else { EndpointPurpose::Write };
+        self.nodes.connector(tenant, purpose)
     }
 
     fn fetch_connector(&self, tenant: u32) -> Arc<dyn Connector> {

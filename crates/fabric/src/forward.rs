@@ -53,6 +53,11 @@ macro_rules! forward_endpoint {
             self.$inner.is_away()
         }
     };
+    (@give_up $inner:ident) => {
+        fn give_up(&mut self) {
+            self.$inner.give_up();
+        }
+    };
     (@is_broken $inner:ident) => {
         fn is_broken(&self) -> bool {
             self.$inner.is_broken()

@@ -270,6 +270,13 @@ impl Endpoint for MultiplexedEndpoint {
         self.shared.lock().endpoint.is_away()
     }
 
+    /// The work of the other users ends, too.
+    fn give_up(&mut self) {
+        let mut state = self.shared.lock();
+        state.endpoint.give_up();
+        state.collect(Some(self.user));
+    }
+
     fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
         let state = self.shared.lock();
         let unfinished = state.table.in_flight_of(self.user);

@@ -188,7 +188,7 @@ impl ReconnectingEndpoint {
         }
     }
 
-    /// Starts to reconnect. The endpoint must be broken, and all its completions taken.
+    /// Starts to reconnect. All completions of the endpoint must have been taken.
     fn disconnect(&mut self) {
         let ReconnectState::Connected(endpoint) = &self.state else { return };
         if self.is_fenced {
@@ -368,6 +368,13 @@ impl Endpoint for ReconnectingEndpoint {
 
     fn is_away(&self) -> bool {
         matches!(self.state, ReconnectState::Away(_))
+    }
+
+    fn give_up(&mut self) {
+        if self.policy == AwayPolicy::Fail {
+            while self.poll_endpoint() {}
+            self.disconnect();
+        }
     }
 
     fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {

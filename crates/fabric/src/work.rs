@@ -325,6 +325,14 @@ pub trait Endpoint: Send + std::fmt::Debug {
         false
     }
 
+    /// Treats the peer as away, because it does not answer: all operations in flight end with
+    /// [`WorkError::Away`], and the endpoint reconnects. They may take effect until it is connected
+    /// again, and not later.
+    ///
+    /// Only a [`crate::reconnecting::ReconnectingEndpoint`] on which operations do not wait for the
+    /// peer can do that; others do nothing.
+    fn give_up(&mut self) {}
+
     /// A handle that drains operations still in flight after the endpoint is dropped. `None` if
     /// none can be in flight.
     fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {

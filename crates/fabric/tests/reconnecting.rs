@@ -268,6 +268,35 @@ fn work_fails_at_once_without_waiting() {
 }
 
 #[test]
+fn work_that_was_given_up_does_not_take_effect_later() {
+    for seed in 0..200 {
+        let mut play = Play::new(seed, AwayPolicy::Fail);
+        let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+        let verb = Verb::Write { local, remote: play.remote_at(0) };
+        let work = |id| Work { id, verb, signalled: true };
+        let mut done = Vec::new();
+        play.local.write(0, &1_u64.to_le_bytes());
+        play.endpoint.post(&[work(1), work(2)]).unwrap();
+        play.endpoint.give_up();
+        assert!(play.endpoint.is_away());
+        play.endpoint.poll(&mut done, 9);
+        let away = |id| Completion { id, outcome: Err(WorkError::Away) };
+        assert_eq!(done, [away(1), away(2)]);
+        play.local.write(0, &2_u64.to_le_bytes());
+        while done.last() != Some(&Completion { id: 3, outcome: Ok(8) }) {
+            done.clear();
+            play.endpoint.post(&[work(3)]).unwrap();
+            while done.is_empty() {
+                play.fabric.step();
+                play.endpoint.poll(&mut done, 9);
+            }
+        }
+        play.fabric.run();
+        assert_eq!(play.remote.atomic_u64(0).load(Ordering::Relaxed), 2, "seed {seed}");
+    }
+}
+
+#[test]
 fn an_endpoint_made_while_the_target_is_away_waits_for_it() {
     let mut play = Play::new(1, AwayPolicy::Wait);
     play.fabric.crash_node(play.target.node());

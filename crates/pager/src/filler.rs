@@ -97,6 +97,8 @@ pub struct Filler {
     fills_until_search: usize,
     /// The slab that is being copied to a new replica, which must not be filled or freed.
     copying: Option<SlabId>,
+    /// Nodes that are away. Slabs with a replica there are not filled.
+    suspended: Vec<NodeId>,
     /// Nodes that an allocation found to be gone.
     gone_nodes: Vec<NodeId>,
     /// Slabs whose last replica is gone.
@@ -132,6 +134,7 @@ impl Filler {
             candidates: Vec::new(),
             fills_until_search: 0,
             copying: None,
+            suspended: Vec::new(),
             gone_nodes: Vec::new(),
             unreachable: Vec::new(),
             free_numbers,
@@ -171,6 +174,7 @@ impl Filler {
     /// Slabs without another replica stay recorded while pages in them are referenced, so that
     /// readers get an error.
     pub fn forget_node(&mut self, node: NodeId) {
+        self.resume(node);
         self.open.take_if(|open| self.slabs.replicas(open.slab).on(node).is_some());
         self.forget_replicas(|replica| replica.node == node);
     }
@@ -246,6 +250,45 @@ impl Filler {
     fn update_degraded(&mut self) {
         let wanted = self.slabs.replicas_wanted();
         self.degraded = self.in_use.iter().filter(|slab| self.slabs.replicas(*slab).len() < wanted).collect();
+    }
+
+    /// Fills no slab that has a replica on this node, until [`Self::resume`]. Returns false if the
+    /// node was suspended already.
+    pub fn suspend(&mut self, node: NodeId) -> bool {
+        if self.is_suspended(node) {
+            return false;
+        }
+        self.suspended.push(node);
+        if let Some(open) = self.open.take_if(|open| self.slabs.replicas(open.slab).on(node).is_some())
+            && self.slabs.live_pages(open.slab) == 0
+        {
+            self.empty.insert(open.slab);
+        }
+        true
+    }
+
+    /// Fills slabs with replicas on this node again. Returns false if it was not suspended.
+    pub fn resume(&mut self, node: NodeId) -> bool {
+        self.suspended.extract_if(.., |other| *other == node).count() > 0
+    }
+
+    /// Whether a node is suspended.
+    #[must_use]
+    pub fn is_suspended(&self, node: NodeId) -> bool {
+        self.suspended.contains(&node)
+    }
+
+    /// Whether a slab has a replica on a node that is suspended.
+    fn has_suspended_replica(&self, slab: SlabId) -> bool {
+        !self.suspended.is_empty()
+            && self.slabs.replicas(slab).iter().any(|replica| self.is_suspended(replica.node))
+    }
+
+    /// Drops the replica of a slab on a node that lacks a WRITE, if there is another replica.
+    pub fn drop_replica(&mut self, slab: SlabId, node: NodeId) {
+        if self.slabs.drop_replica(slab, node) {
+            self.degraded.insert(slab);
+        }
     }
 
     /// A replica of any slab on this node.
@@ -326,7 +369,8 @@ impl Filler {
         if let Some(slab) = previous.filter(|slab| self.slabs.live_pages(*slab) == 0) {
             self.empty.insert(slab);
         }
-        let replicas = self.slabs.replicas_wanted().min(pool.nodes().count()).max(1);
+        let nodes = pool.nodes().filter(|node| !self.is_suspended(*node)).count();
+        let replicas = self.slabs.replicas_wanted().min(nodes).max(1);
         if let Some(open) = self.sparse_slab(previous, replicas).or_else(|| self.empty_slab(replicas)) {
             return Ok(open);
         }
@@ -439,6 +483,9 @@ impl Filler {
         let mut allocated = Vec::new();
         let mut nodes_found = 0;
         let mut nodes: Vec<NodeId> = pool.nodes().filter(|node| may_be_on(*node)).collect();
+        if let Some(away) = nodes.extract_if(.., |node| self.suspended.contains(node)).last() {
+            *refused = NoRoom::Away(away);
+        }
         nodes.sort_unstable_by_key(|node| {
             (self.slabs.is_slow(*node), std::cmp::Reverse(pool.free_bytes(*node)))
         });

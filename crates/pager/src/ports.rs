@@ -56,6 +56,9 @@ pub struct Port {
     /// Operations that are queued or posted, and whose completions are not yet polled. The user of
     /// the port decrements it.
     pub in_flight: usize,
+    /// The time for which there were operations in flight and none has completed. The user of the
+    /// port counts it.
+    pub unanswered: Duration,
 }
 
 impl Port {
@@ -161,7 +164,10 @@ impl Ports {
                 for memory in &self.memories {
                     locals.push(endpoint.register_local(Arc::clone(memory))?);
                 }
-                self.open.push((node, Port { endpoint, locals, queued: Vec::new(), in_flight: 0 }));
+                self.open.push((
+                    node,
+                    Port { endpoint, locals, queued: Vec::new(), in_flight: 0, unanswered: Duration::ZERO },
+                ));
                 self.open.len() - 1
             }
         };

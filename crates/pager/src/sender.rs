@@ -8,17 +8,20 @@
 //!
 //! - `confirm` checks that the clean copies of unchanged pages still exist.
 //! - `heal` makes missing replicas and repairs damaged pages.
+//! - `suspend` makes that nothing waits for a node while other nodes have replicas.
 //! - `repack` chooses sparse slabs to be vacated.
 
 mod batch;
 mod confirm;
 mod heal;
 mod repack;
+mod suspend;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
 
-use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work};
+use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work, WorkError};
 use aquifer_pool::{NodeId, OperationGuard, PoolClient, PoolError};
 
 use crate::allowance::Allowance;
@@ -33,7 +36,7 @@ use crate::ports::{Connector, Ports};
 use crate::slabs::{SlabId, SlabReplicas, SlabSet, page_of};
 use crate::view;
 use crate::volume::StageOutcome;
-use batch::{BatchWrite, bits};
+use batch::{BatchWrite, GroupKind, bits};
 use heal::Healer;
 use repack::Repacker;
 
@@ -87,6 +90,10 @@ pub struct SenderStats {
     pub repaired_pages: u64,
     /// Sparse slabs that were vacated.
     pub vacated_slabs: u64,
+    /// Times that a node did not answer and was given up.
+    pub given_up: u64,
+    /// Replicas that were dropped because they lack a WRITE.
+    pub incomplete_replicas: u64,
 }
 
 /// The sender of one run. One thread uses it.
@@ -101,6 +108,12 @@ pub struct Sender {
     completions: Vec<Completion>,
     /// Nodes on which an operation failed, to be dropped.
     lost: Vec<NodeId>,
+    /// Nodes that were found to be away, to be suspended.
+    away: Vec<NodeId>,
+    /// Nodes that have answered a probe.
+    answering: Vec<NodeId>,
+    /// The time when unanswered operations were looked at last.
+    looked_at: Duration,
     /// Nodes that were dropped while operations to them were in flight. A leak scan must not free
     /// what was on such a node before these have ended.
     draining_nodes: Vec<(NodeId, OperationGuard)>,
@@ -126,6 +139,9 @@ impl Sender {
         seed: u64,
     ) -> Self {
         pool.register_ledger(&slabs);
+        if slabs.replicas_wanted() > 1 {
+            pool.set_answer_timeout(suspend::answer_timeout(&connector));
+        }
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
         connect_slab_nodes(&filler, &mut pool, &*connector);
         let nodes = filler.adopt_recovered(&mut pool);
@@ -138,6 +154,9 @@ impl Sender {
             next_batch_number: 0,
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
+            away: Vec::new(),
+            answering: Vec::new(),
+            looked_at: Duration::ZERO,
             draining_nodes: Vec::new(),
             healer: Healer::new(nodes),
             repacker: Repacker::default(),
@@ -299,6 +318,7 @@ impl Sender {
             self.filler.collect_emptied(&mut self.pool);
         }
         self.collect();
+        self.give_up_unanswered();
         self.confirm_all();
         let result = self.post_all();
         self.ports.open_ports().for_each(|(_, port)| port.flush());
@@ -424,7 +444,7 @@ impl Sender {
             batch.locations[index] = Some(location);
         }
         batch.unposted &= !mask;
-        batch.begin_group(first, mask);
+        batch.begin_group(first, mask, GroupKind::Write);
         true
     }
 
@@ -467,6 +487,9 @@ impl Sender {
             {
             }
             port.in_flight -= completions.len();
+            if !completions.is_empty() {
+                port.unanswered = Duration::ZERO;
+            }
             for completion in &completions {
                 let is_done = if completion.id >= HEAL_WORK_ID {
                     self.healer.apply_completion(
@@ -478,18 +501,30 @@ impl Sender {
                 } else {
                     Self::apply_completion(&mut self.batches, completion)
                 };
-                if !is_done && !self.lost.contains(&node) {
-                    self.lost.push(node);
+                let nodes = match completion.outcome {
+                    Err(WorkError::Away) => &mut self.away,
+                    _ if !is_done => &mut self.lost,
+                    Ok(_) if Healer::is_probe(completion) => &mut self.answering,
+                    _ => continue,
+                };
+                if !nodes.contains(&node) {
+                    nodes.push(node);
                 }
             }
         }
         self.completions = completions;
         let ports = &mut self.ports;
         self.draining_nodes.retain(|(node, _)| ports.open_port(*node).is_some_and(|port| port.in_flight > 0));
+        for node in std::mem::take(&mut self.answering) {
+            self.resume_node(node);
+        }
+        for node in std::mem::take(&mut self.away) {
+            self.suspend_node(node);
+        }
         for node in std::mem::take(&mut self.lost) {
             self.drop_node(node);
         }
-        self.retry_failed_groups();
+        self.end_failed_groups();
     }
 
     /// Records the completion of an operation of a batch. Returns false if the operation failed.
@@ -508,15 +543,17 @@ impl Sender {
             batch.awaited_groups &= !(1 << first);
         } else {
             batch.failed_groups |= 1 << first;
+            batch.group_failed[first] |= 1 << place;
         }
         is_done
     }
 
-    /// Marks the pages of failed page groups to be written again, if no replica that acknowledged
-    /// them is left.
-    fn retry_failed_groups(&mut self) {
-        for batch in &mut self.batches {
-            for first in bits(batch.failed_groups) {
+    /// Ends the page groups of which an operation has failed. If no replica that acknowledged them
+    /// is left, their pages are written again.
+    fn end_failed_groups(&mut self) {
+        for at in 0..self.batches.len() {
+            for first in bits(self.batches[at].failed_groups) {
+                let batch = &mut self.batches[at];
                 if batch.group_outstanding[first] > 0 {
                     continue;
                 }
@@ -525,9 +562,10 @@ impl Sender {
                 let slab = batch.locations[first].expect("it was posted to a location").slab();
                 let acknowledged = batch.group_acknowledged[first];
                 if self.slabs.replicas(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
-                    continue;
+                    self.drop_incomplete_replicas(at, first);
+                } else {
+                    batch.write_anew(&self.slabs, batch.group_pages[first]);
                 }
-                batch.write_anew(&self.slabs, batch.group_pages[first]);
             }
         }
     }

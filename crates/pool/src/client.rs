@@ -23,6 +23,7 @@ use crate::op::{
 };
 use crate::size::{SECTION_BYTES, SizeClass};
 use crate::word::AlignedRun;
+pub use connection::{AnswerTimeout, Clock};
 use node::{ClientNode, Failure};
 pub use recovery::recover_node;
 
@@ -85,6 +86,7 @@ pub struct PoolClient {
     tenant: Tenant,
     nodes: BTreeMap<NodeId, ClientNode>,
     leak_detector: Arc<LeakDetector>,
+    answer_timeout: Option<AnswerTimeout>,
 }
 
 impl PoolClient {
@@ -97,7 +99,16 @@ impl PoolClient {
     /// A client of a host that has several clients, which share a leak detector.
     #[must_use]
     pub const fn with_leak_detector(host: Host, tenant: Tenant, leak_detector: Arc<LeakDetector>) -> Self {
-        Self { host, tenant, nodes: BTreeMap::new(), leak_detector }
+        Self { host, tenant, nodes: BTreeMap::new(), leak_detector, answer_timeout: None }
+    }
+
+    /// Sets how long operations wait for a node that does not answer. Without this they wait as
+    /// long as the node's endpoint does.
+    pub fn set_answer_timeout(&mut self, answer_timeout: AnswerTimeout) {
+        self.nodes
+            .values_mut()
+            .for_each(|node| node.connection.set_answer_timeout(Some(answer_timeout.clone())));
+        self.answer_timeout = Some(answer_timeout);
     }
 
     /// Registers a ledger with the host's leak detector.
@@ -132,7 +143,9 @@ impl PoolClient {
             return Err(PoolError::TooManyNodes { limit: NODES_MAX });
         }
         let start = search_start(self.host, CLIENTS.fetch_add(1, Ordering::Relaxed));
-        self.nodes.insert(id, ClientNode::open(id, endpoint, start, self.tenant)?);
+        let mut node = ClientNode::open(id, endpoint, start, self.tenant)?;
+        node.connection.set_answer_timeout(self.answer_timeout.clone());
+        self.nodes.insert(id, node);
         Ok(())
     }
 

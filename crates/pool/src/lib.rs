@@ -29,7 +29,7 @@ mod shared_endpoint;
 pub mod size;
 pub mod word;
 
-pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient, Stretch, recover_node};
+pub use client::{AnswerTimeout, Clock, Extent, NodeId, POOL_WORK_ID, PoolClient, Stretch, recover_node};
 pub use error::{FormatError, PoolError};
 pub use leaks::{LeakDetector, Ledger, OperationGuard, ScanProgress};
 pub use node_memory::{NodeMemory, NodeMemoryError};

@@ -82,6 +82,6 @@ impl Endpoint for SharedEndpoint {
     }
 
     forward_endpoint!(
-        inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, drain_handle
+        inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, give_up, drain_handle
     );
 }

@@ -70,6 +70,31 @@ fn kill_a_node(fabric: &str, rounds: &str) {
     assert_eq!(outcome.stderr, "", "it should not have noticed");
 }
 
+/// The program goes on while the node is away, although the node's memory is kept for longer than
+/// the test takes. Its pages have one replica less meanwhile.
+#[test]
+fn a_node_with_kept_memory_is_not_waited_for() {
+    let options = ["--fabric", "tcp", "--keep-memory", "--grace", "10m"];
+    let cluster = Cluster::up_with(3, "256M", &options);
+    let run = start_checker(&cluster, "1000000");
+    await_paging(&cluster);
+    let node = cluster.daemon("node", Some(2));
+    processes::signal(node, Signal::STOP);
+    await_faults(&cluster, 30_000);
+    processes::signal(node, Signal::CONT);
+    await_faults(&cluster, 20_000);
+    processes::kill(node);
+    await_faults(&cluster, 30_000);
+    let output = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
+    eventually("all pages to be on two nodes again", || {
+        (figure(&cluster, "degraded_slabs")? == 0).then_some(())
+    });
+    await_faults(&cluster, 20_000);
+    end(&cluster, run);
+    cluster.assert_all_free();
+}
+
 #[test]
 fn replicas_are_made_again_so_that_another_node_may_die() {
     let cluster = Cluster::up(3, "256M");
@@ -166,9 +191,9 @@ fn more_replicas_than_nodes_are_refused() {
 mod long {
     use super::*;
 
-    /// Reads use the other replicas at once; writes wait until the node counts as dead.
+    /// Without kept memory, the replicas of a node whose lease has ended are made again.
     #[test]
-    fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
+    fn the_replicas_of_a_stopped_node_are_made_again() {
         let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
         let run = start_checker(&cluster, "1000000");
         await_paging(&cluster);

@@ -10,6 +10,7 @@ mod cache;
 mod dilemma;
 mod error;
 pub mod fabric;
+mod failover;
 mod faults;
 mod kv;
 mod malloc;
@@ -45,8 +46,8 @@ pub struct BenchArgs {
     /// Draw pictures as SVG into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Fabric between agent and nodes, for `bench faults` and `bench restart` [default: shm], and
-    /// `bench dilemma` [default: both]
+    /// Fabric between agent and nodes, for `bench faults` and `bench restart` [default: shm],
+    /// `bench failover` [default: tcp], and `bench dilemma` [default: both]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
     /// Trace for `bench alloc` to replay: lines MICROSECONDS SIZE_CLASS, where class k has 4
@@ -119,7 +120,7 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 12] = [
+const BENCHES: [Bench; 13] = [
     Bench {
         name: "alloc",
         about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
@@ -152,6 +153,14 @@ const BENCHES: [Bench; 12] = [
         options: &[FABRIC, ONLY],
         serve_at: None,
         run: dilemma::run,
+    },
+    Bench {
+        name: "failover",
+        about: "pauses of programs with replicas when a memory node is killed or stopped",
+        targets: failover::TARGETS,
+        options: &[FABRIC],
+        serve_at: None,
+        run: failover::run,
     },
     Bench {
         name: "faults",

@@ -143,8 +143,8 @@ pub fn can_serve_programs() -> std::io::Result<()> {
 
 /// What the agent provides to the paging service.
 pub trait AgentServices: Send + Sync + Debug {
-    /// Connects to memory nodes on behalf of a tenant, to write pages.
-    fn connector(&self, tenant: u32) -> Arc<dyn Connector>;
+    /// Connects to memory nodes on behalf of a tenant, to write pages with this number of replicas.
+    fn connector(&self, tenant: u32, replicas: usize) -> Arc<dyn Connector>;
 
     /// The same, to read pages that a program waits for.
     fn fetch_connector(&self, tenant: u32) -> Arc<dyn Connector>;

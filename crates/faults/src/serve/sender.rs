@@ -128,8 +128,9 @@ impl SenderThread {
         let for_thread = Arc::clone(&shared);
         let share = PoolShare::join(&service.pool_shares, run, owner);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
-            let node_joiner = NodeJoiner::new(agent.connector(tenant));
-            let mut sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
+            let connector = agent.connector(tenant, slabs.replicas_wanted());
+            let node_joiner = NodeJoiner::new(Arc::clone(&connector));
+            let mut sender = Sender::new(slabs, &mempool, connector, agent.pool(tenant), seed);
             sender.set_mempool_user(&mempool.user(owner));
             let send_loop = SendLoop::new(sender, mempool);
             let now = Instant::now();
@@ -184,6 +185,7 @@ impl SenderThread {
             copied_slabs: self.shared.copied_slabs.load(Relaxed),
             repaired_pages: self.shared.repaired_pages.load(Relaxed),
             vacated_slabs: self.shared.vacated_slabs.load(Relaxed),
+            ..SenderStats::default()
         }
     }
 }
@@ -287,12 +289,14 @@ impl SenderTurns {
     /// Waits for requests or for acknowledgements; returns at once if nodes answer without delay.
     fn wait(&mut self, is_idle: bool) {
         let mut polled = vec![PollFd::new(&self.shared.wakeup, PollFlags::IN)];
+        let mut tick = if self.busy.elapsed() < QUIET_AFTER { IDLE_TICK } else { QUIET_TICK };
         if !is_idle {
+            let interval = self.send_loop.sender.call_interval();
+            tick = interval.and_then(|interval| interval.try_into().ok()).unwrap_or(tick);
             let Some(fds) = self.send_loop.sender.poll_fds() else { return };
             polled.extend(fds);
         }
         // Whatever ended the wait, the caller checks all sources.
-        let tick = if self.busy.elapsed() < QUIET_AFTER { IDLE_TICK } else { QUIET_TICK };
         let _ = poll(&mut polled, Some(&tick));
         if polled[0].revents().contains(PollFlags::IN) {
             // The count carries no information, so a failed read loses nothing.

@@ -67,7 +67,8 @@ impl NodeRegistry {
         tenant: Tenant,
         purpose: EndpointPurpose,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        match self.try_connect(node, tenant, purpose, AwayPolicy::Wait) {
+        let policy = purpose.away_policy();
+        match self.try_connect(node, tenant, purpose, policy) {
             Ok(endpoint) => return Ok(endpoint),
             Err(ConnectFailure { error, is_temporary: false }) => return Err(error),
             // It is not away.
@@ -80,14 +81,16 @@ impl NodeRegistry {
         match (contact, self.me.upgrade()) {
             (Some(Contact { target, epoch }), Some(nodes)) => {
                 let reconnector = Arc::new(Reconnector { nodes, node, tenant, epoch });
-                let policy = AwayPolicy::Wait;
                 let endpoint = ReconnectingEndpoint::to_away_target(target, reconnector, policy);
                 Ok(self.tolerating_fences(node, Box::new(endpoint), policy))
             }
+            _ if policy == AwayPolicy::Fail => Err(away_node(node)),
             _ => self.connect_for(node, tenant, purpose),
         }
     }
 
+    /// Connects to a node, and waits for one that is away if `policy` says so. What the endpoint
+    /// does later depends on its purpose.
     fn connect_in(
         &self,
         node: NodeId,
@@ -137,14 +140,8 @@ impl NodeRegistry {
                 return Err(ConnectFailure { error: unknown_node(node), is_temporary: false });
             }
         };
-        self.share_endpoint(node, tenant, purpose, &last, policy).map_err(|error| {
-            let is_temporary = self.awaits_end_after(&error)
-                || if is_suspect {
-                    // One that does not answer either has ended, for all that can be known.
-                    error.is_lack_of_room() && !error.is_timeout()
-                } else {
-                    error.is_lack_of_room() || error.is_target_away() && !last.grace.is_zero()
-                };
+        self.share_endpoint(node, tenant, purpose, &last).map_err(|error| {
+            let is_temporary = self.awaits_end_after(&error) || may_return(&last, is_suspect, &error);
             ConnectFailure { error, is_temporary }
         })
     }
@@ -161,13 +158,13 @@ impl NodeRegistry {
         tenant: Tenant,
         purpose: EndpointPurpose,
         present: &PresentNode,
-        policy: AwayPolicy,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let key = ShareKey { node, life: present.epoch, tenant, purpose };
         self.shares.endpoint(key, || {
             let endpoint = self.open_endpoint(node, present, tenant)?;
             self.shares.forget_earlier_lives(node, present.epoch);
-            Ok((self.wrap(node, tenant, endpoint, present, policy), self.charge_endpoint(tenant)))
+            let endpoint = self.wrap(node, tenant, endpoint, present, purpose.away_policy());
+            Ok((endpoint, self.charge_endpoint(tenant)))
         })
     }
 
@@ -197,7 +194,8 @@ impl NodeRegistry {
         }
     }
 
-    /// If the node's memory is kept, wraps an endpoint so that it survives a restart of the node.
+    /// Wraps an endpoint so that it survives a restart of the node, if the node's memory is kept,
+    /// and so that operations that do not wait for the node can be given up.
     fn wrap(
         &self,
         node: NodeId,
@@ -207,13 +205,11 @@ impl NodeRegistry {
         policy: AwayPolicy,
     ) -> Box<dyn Endpoint> {
         let PresentNode { epoch, grace, .. } = *present;
+        if !grace.is_zero() {
+            self.record_contact(node, tenant, Contact { target: TargetDescription::of(&*endpoint), epoch });
+        }
         let endpoint = match self.me.upgrade() {
-            Some(nodes) if !grace.is_zero() => {
-                self.record_contact(
-                    node,
-                    tenant,
-                    Contact { target: TargetDescription::of(&*endpoint), epoch },
-                );
+            Some(nodes) if !grace.is_zero() || policy == AwayPolicy::Fail => {
                 let reconnector = Reconnector { nodes, node, tenant, epoch };
                 Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(reconnector), policy))
             }
@@ -301,6 +297,15 @@ impl NodeRegistry {
             NodeState::Unknown => Err(unknown_node(node)),
         }
     }
+}
+
+/// Whether a node that could not be connected to is as it was, or may be again.
+pub(super) fn may_return(last: &PresentNode, is_suspect: bool, error: &EndpointError) -> bool {
+    if is_suspect {
+        // One that does not answer either has ended, for all that can be known.
+        return error.is_lack_of_room() && !error.is_timeout();
+    }
+    error.is_lack_of_room() || error.is_target_away() && !last.grace.is_zero()
 }
 
 fn unknown_node(node: NodeId) -> EndpointError {

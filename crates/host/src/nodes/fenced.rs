@@ -107,5 +107,5 @@ impl Endpoint for FenceTolerant {
         self.is_fenced || self.endpoint.is_away()
     }
 
-    forward_endpoint!(endpoint: register_local, receive, regions, limits, drain_handle);
+    forward_endpoint!(endpoint: register_local, receive, regions, limits, give_up, drain_handle);
 }

@@ -7,6 +7,7 @@ use aquifer_fabric::reconnecting::{Reconnect, ReconnectOutcome};
 use aquifer_pool::NodeId;
 
 use super::NodeRegistry;
+use super::connect::may_return;
 use super::view::{NodeState, PresentNode};
 
 /// Reconnects a tenant to one life of a node's memory.
@@ -20,7 +21,7 @@ pub(super) struct Reconnector {
 }
 
 impl Reconnector {
-    fn connect(&self, to: &PresentNode) -> ReconnectOutcome {
+    fn connect(&self, to: &PresentNode, is_suspect: bool) -> ReconnectOutcome {
         if to.epoch != self.epoch {
             tracing::warn!(
                 node = self.node.0,
@@ -40,6 +41,9 @@ impl Reconnector {
                 );
                 ReconnectOutcome::Fenced
             }
+            // Without kept memory, a process that has ended or does not answer is lost, as it is for
+            // a new connection.
+            Err(error) if to.grace.is_zero() && !may_return(to, is_suspect, &error) => ReconnectOutcome::Gone,
             Err(_) => ReconnectOutcome::Retry,
         }
     }
@@ -48,9 +52,8 @@ impl Reconnector {
 impl Reconnect for Reconnector {
     fn attempt(&self) -> ReconnectOutcome {
         match self.nodes.awaited_state(self.node) {
-            NodeState::Present(node) | NodeState::Suspect(node) | NodeState::Away(Some(node)) => {
-                self.connect(&node)
-            }
+            NodeState::Present(node) | NodeState::Away(Some(node)) => self.connect(&node, false),
+            NodeState::Suspect(node) => self.connect(&node, true),
             NodeState::Away(None) => ReconnectOutcome::Retry,
             // It was present once, so its memory is lost.
             NodeState::Unknown => {

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_fabric::multiplex::{Multiplexer, WeakMultiplexer};
+use aquifer_fabric::reconnecting::AwayPolicy;
 use aquifer_fabric::{Endpoint, EndpointError, PostError, Tenant, Work};
 use aquifer_pool::NodeId;
 
@@ -27,8 +28,20 @@ pub enum EndpointPurpose {
     Fetch,
     /// Writing pages.
     Write,
+    /// Writing pages of which there are several replicas. Nothing waits for a node that is away.
+    WriteReplicas,
     /// Allocating and freeing extents.
     Allocate,
+}
+
+impl EndpointPurpose {
+    /// What becomes of operations while a node is away.
+    pub(super) const fn away_policy(self) -> AwayPolicy {
+        match self {
+            Self::Fetch | Self::Write => AwayPolicy::Wait,
+            Self::WriteReplicas | Self::Allocate => AwayPolicy::Fail,
+        }
+    }
 }
 
 /// Which users can share an endpoint.
@@ -183,7 +196,7 @@ struct CountedEndpoint {
 impl Endpoint for CountedEndpoint {
     aquifer_fabric::forward_endpoint!(
         endpoint: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, is_away,
-        drain_handle
+        give_up, drain_handle
     );
 
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {

@@ -95,8 +95,12 @@ impl Filler {
 
     /// Removes an empty slab with at least this number of replicas from those that are kept.
     pub(super) fn empty_slab(&mut self, replicas_min: usize) -> Option<OpenSlab> {
-        let has_replicas = |slab: &SlabId| self.slabs.replicas(*slab).len() >= replicas_min;
-        let slab = self.empty.iter().find(|slab| has_replicas(slab) && !self.slabs.is_vacating(*slab))?;
+        let is_usable = |slab: &SlabId| {
+            self.slabs.replicas(*slab).len() >= replicas_min
+                && !self.slabs.is_vacating(*slab)
+                && !self.has_suspended_replica(*slab)
+        };
+        let slab = self.empty.iter().find(is_usable)?;
         self.empty.remove(slab);
         Some(OpenSlab { slab, cursor: 0, pages: self.slabs.replicas(slab).class()?.chunks() })
     }

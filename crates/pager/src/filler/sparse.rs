@@ -64,7 +64,8 @@ impl Filler {
     /// The slab, if it holds pages, is at most this full, and is not open, being copied or marked.
     fn as_sparse(&self, slab: SlabId, fill_permille_max: u32) -> Option<SparseSlab> {
         let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
-        if is_open || Some(slab) == self.copying || self.slabs.is_vacating(slab) {
+        let is_excluded = Some(slab) == self.copying || self.slabs.is_vacating(slab);
+        if is_open || is_excluded || self.has_suspended_replica(slab) {
             return None;
         }
         let replicas = self.slabs.replicas(slab);
@@ -122,7 +123,11 @@ impl Filler {
 
     /// The slab with the most holes, for the case that the pool has no free memory.
     pub(super) fn slab_with_holes(&self) -> Option<OpenSlab> {
-        let is_usable = |slab: &SlabId| Some(*slab) != self.copying && !self.slabs.is_vacating(*slab);
+        let is_usable = |slab: &SlabId| {
+            Some(*slab) != self.copying
+                && !self.slabs.is_vacating(*slab)
+                && !self.has_suspended_replica(*slab)
+        };
         let holes = self.in_use.iter().filter(is_usable).filter_map(|slab| {
             let pages = self.slabs.replicas(slab).class()?.chunks();
             Some((pages.saturating_sub(self.slabs.live_pages(slab)), slab, pages))

@@ -5,6 +5,15 @@ use crate::mempool::{BLOCK_PAGES, BlockId};
 use crate::page::Location;
 use crate::slabs::SlabSet;
 
+/// What is done with a page group.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum GroupKind {
+    /// Its pages are written.
+    Write,
+    /// The clean copies of its pages are confirmed.
+    Confirm,
+}
+
 /// A batch in flight.
 ///
 /// A *page group* is consecutive pages that one WRITE per replica transfers, or a set of unchanged
@@ -34,6 +43,10 @@ pub(super) struct BatchWrite {
     /// Indexed by page group: the places of the slab's record whose replica has acknowledged it, as
     /// a bit mask.
     pub group_acknowledged: [u8; BLOCK_PAGES],
+    /// Indexed by page group: the places whose replica has not done its operation, as a bit mask.
+    pub group_failed: [u8; BLOCK_PAGES],
+    /// Page groups of unchanged pages.
+    confirming_groups: u64,
     /// Page groups of which at least one operation has failed.
     pub failed_groups: u64,
     /// Page groups that no replica has acknowledged yet.
@@ -58,16 +71,28 @@ impl BatchWrite {
             group_pages: [0; BLOCK_PAGES],
             group_outstanding: [0; BLOCK_PAGES],
             group_acknowledged: [0; BLOCK_PAGES],
+            group_failed: [0; BLOCK_PAGES],
+            confirming_groups: 0,
             failed_groups: 0,
             awaited_groups: 0,
         }
     }
 
     /// Records that the operations of a page group are being posted.
-    pub fn begin_group(&mut self, first: usize, pages: u64) {
+    pub fn begin_group(&mut self, first: usize, pages: u64, kind: GroupKind) {
         self.group_pages[first] = pages;
         self.group_acknowledged[first] = 0;
+        self.group_failed[first] = 0;
         self.awaited_groups |= 1 << first;
+        match kind {
+            GroupKind::Write => self.confirming_groups &= !(1 << first),
+            GroupKind::Confirm => self.confirming_groups |= 1 << first,
+        }
+    }
+
+    /// Whether a page group is of unchanged pages, which are not written.
+    pub fn is_confirming(&self, first: usize) -> bool {
+        self.confirming_groups & 1 << first != 0
     }
 
     /// Counts an operation of a page group that was posted.

@@ -7,7 +7,7 @@
 use aquifer_fabric::{Verb, Work};
 
 use super::heal::{PROBE_BYTES, PROBE_OFFSET};
-use super::{Digest, PostReadiness, Sender, bits};
+use super::{Digest, GroupKind, PostReadiness, Sender, bits};
 use crate::mutation::Mutation;
 use crate::page::Location;
 use crate::slabs::{SlabReplicas, page_of};
@@ -75,7 +75,7 @@ impl Sender {
             batch.posted(first);
         }
         batch.unchanged &= !pages;
-        batch.begin_group(first, pages);
+        batch.begin_group(first, pages, GroupKind::Confirm);
         true
     }
 }

@@ -112,6 +112,11 @@ impl Healer {
         self.task.as_ref().is_some_and(|task| matches!(task.step, CopyStep::Reading | CopyStep::Writing))
     }
 
+    /// Whether a completion is of a probe.
+    pub(super) const fn is_probe(completion: &Completion) -> bool {
+        completion.id == PROBE_WORK_ID
+    }
+
     /// Records the completion of a probe or of copying. Returns false if the node must be dropped.
     ///
     /// `replica` is the replica that a probe of the node would read now.
@@ -123,10 +128,12 @@ impl Healer {
         completion: &Completion,
     ) -> bool {
         let is_done = completion.outcome.is_ok();
-        if completion.id == PROBE_WORK_ID {
+        if Self::is_probe(completion) {
             let read = self.probed.extract_if(.., |(other, _)| *other == node).last();
             let read = read.and_then(|(_, read)| read);
-            slabs.set_slow(node, false);
+            if completion.outcome != Err(WorkError::Away) {
+                slabs.set_slow(node, false);
+            }
             // The slab was freed after the probe was posted, so its key is dead. That says nothing
             // about the node.
             let was_freed = completion.outcome == Err(WorkError::RemoteAccess) && read != replica;
@@ -266,9 +273,9 @@ impl Sender {
     fn next_repair(&mut self) -> Option<CopyTask> {
         while let Some((location, node)) = self.slabs.pop_damaged() {
             let replicas = self.slabs.replicas(location.slab());
-            if let Some(to) =
-                replicas.on(node).filter(|_| replicas.len() > 1 && !self.slabs.is_free(location))
-            {
+            let can_be_repaired =
+                replicas.len() > 1 && !self.slabs.is_free(location) && !self.filler.is_suspended(node);
+            if let Some(to) = replicas.on(node).filter(|_| can_be_repaired) {
                 let (slab, at) = (location.slab(), location.index());
                 let damaged = replicas.placed().filter(|(_, replica)| replica.node == node);
                 let failed_places = damaged.fold(0, |bits, (place, _)| bits | 1 << place);
@@ -294,7 +301,10 @@ impl Sender {
         let Self { filler, slabs, pool, .. } = self;
         let can_be_copied = |slab: &SlabId| {
             let replicas = slabs.replicas(*slab);
-            slabs.live_pages(*slab) > 0 && pool.nodes().any(|node| replicas.on(node).is_none())
+            let is_target = |node| replicas.on(node).is_none() && !filler.is_suspended(node);
+            slabs.live_pages(*slab) > 0
+                && replicas.iter().any(|replica| !filler.is_suspended(replica.node))
+                && pool.nodes().any(is_target)
         };
         let mut candidates: Vec<SlabId> = filler.degraded().filter(can_be_copied).collect();
         candidates.sort_by_key(|slab| slabs.replicas(*slab).len());
@@ -340,10 +350,10 @@ impl Sender {
         task.at = at;
         task.pages = CHUNK_PAGES.min(task.end - at);
         let replicas = self.slabs.replicas(task.slab);
-        let Some((place, from)) = replicas.placed().find(|(place, _)| task.failed_places & 1 << place == 0)
-        else {
-            return false;
+        let can_be_read = |(place, replica): &(usize, Extent)| {
+            task.failed_places & 1 << place == 0 && !self.filler.is_suspended(replica.node)
         };
+        let Some((place, from)) = replicas.placed().find(can_be_read) else { return false };
         task.from = place;
         task.step = CopyStep::Reading;
         self.move_chunk(task, &from)

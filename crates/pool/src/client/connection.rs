@@ -1,6 +1,7 @@
 //! Executes actions of state machines over a node's endpoint, of one machine or of several side by
 //! side.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -38,7 +39,8 @@ const _: () = assert!(HEADER_LEN as usize == HEADER_BYTES);
 const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
 /// Polls before the thread yields the processor.
 const SPINS_MAX: u32 = 256;
-/// Longest wait between two polls of an endpoint that can wait.
+/// Longest wait between two polls of an endpoint that can wait, and the most that a pause of this
+/// process counts of a node's [`AnswerTimeout`].
 const WAIT_MAX: Duration = Duration::from_millis(20);
 /// Most operations of a batch: each of several machines may revoke all keys of a span in one
 /// action.
@@ -46,6 +48,57 @@ const BATCH_MAX: usize = SPAN_CHUNKS as usize * LANES_MAX;
 const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
 /// Most completions of one poll.
 const POLL_MAX: usize = 32;
+
+/// A monotonic clock.
+pub trait Clock: Send + Sync + Debug {
+    /// The time since any fixed moment.
+    fn now(&self) -> Duration;
+}
+
+/// How long a client waits for the answer of a node, after which the node counts as away
+/// ([`Endpoint::give_up`]).
+#[derive(Clone, Debug)]
+pub struct AnswerTimeout {
+    /// The time without an answer.
+    pub time: Duration,
+    /// The clock by which it is measured.
+    pub clock: Arc<dyn Clock>,
+}
+
+/// The time for which a batch has had no answer.
+#[derive(Debug)]
+struct AnswerWait<'a> {
+    answer_timeout: &'a AnswerTimeout,
+    looked_at: Duration,
+    waited: Duration,
+    has_ended: bool,
+}
+
+impl<'a> AnswerWait<'a> {
+    fn new(answer_timeout: &'a AnswerTimeout) -> Self {
+        Self {
+            answer_timeout,
+            looked_at: answer_timeout.clock.now(),
+            waited: Duration::ZERO,
+            has_ended: false,
+        }
+    }
+
+    fn restart(&mut self) {
+        self.waited = Duration::ZERO;
+        self.looked_at = self.answer_timeout.clock.now();
+    }
+
+    /// Returns true once, when the time is over.
+    fn is_over(&mut self) -> bool {
+        let now = self.answer_timeout.clock.now();
+        self.waited += now.saturating_sub(self.looked_at).min(WAIT_MAX);
+        self.looked_at = now;
+        let is_over = self.waited >= self.answer_timeout.time && !self.has_ended;
+        self.has_ended |= is_over;
+        is_over
+    }
+}
 
 /// The buffers of a machine in local memory.
 #[derive(Clone, Copy, Debug)]
@@ -84,6 +137,8 @@ pub(super) struct NodeConnection {
     polled: Vec<Completion>,
     /// Completions of the user's operations.
     others: Vec<Completion>,
+    /// `None` to wait as long as the endpoint does.
+    answer_timeout: Option<AnswerTimeout>,
 }
 
 impl NodeConnection {
@@ -117,6 +172,7 @@ impl NodeConnection {
             outcomes: [0; BATCH_MAX],
             polled: Vec::with_capacity(POLL_MAX),
             others: Vec::new(),
+            answer_timeout: None,
         };
         connection.layout = connection.read_header(node)?;
         if connection.layout.node() != node.0 {
@@ -136,6 +192,11 @@ impl NodeConnection {
         let mut page = [0; HEADER_BYTES];
         self.local.read(0, &mut page);
         Layout::decode(&page).map_err(|cause| PoolError::Format { node, cause })
+    }
+
+    /// Sets how long operations wait for an answer.
+    pub fn set_answer_timeout(&mut self, answer_timeout: Option<AnswerTimeout>) {
+        self.answer_timeout = answer_timeout;
     }
 
     /// The offsets of the region's parts.
@@ -289,6 +350,8 @@ impl NodeConnection {
         }
         let (mut posted, mut ended, mut failed) = (0, 0, None);
         let mut spins = 0;
+        let answer_timeout = self.answer_timeout.clone();
+        let mut wait = answer_timeout.as_ref().map(AnswerWait::new);
         while ended < count {
             if posted < count {
                 posted += match self.endpoint.post(&self.batch[posted..]) {
@@ -304,6 +367,11 @@ impl NodeConnection {
                 count = posted;
             }
             if ended > before {
+                wait.iter_mut().for_each(AnswerWait::restart);
+                continue;
+            }
+            if wait.as_mut().is_some_and(AnswerWait::is_over) {
+                self.endpoint.give_up();
                 continue;
             }
             // Every accepted operation completes, but a broken endpoint may report nothing more.

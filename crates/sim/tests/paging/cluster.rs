@@ -29,6 +29,8 @@ struct SimConnector {
     epoch: u64,
     /// Set if nodes may be away and return with their memory.
     absence: Option<NodeAbsence>,
+    /// Whether operations that write pages do not wait for a node that is away.
+    has_replicas: bool,
 }
 
 impl SimConnector {
@@ -37,6 +39,9 @@ impl SimConnector {
         let node = node_of(&self.nodes, usize::from(node.0));
         match &self.absence {
             Some(absence) => absence::connect(&self.fabric, absence, node, who, policy),
+            None if self.has_replicas && policy == AwayPolicy::Fail => {
+                absence::connect(&self.fabric, &NodeAbsence::default(), node, who, policy)
+            }
             None => self.fabric.connect(node, who),
         }
     }
@@ -56,6 +61,11 @@ impl Connector for SimConnector {
 
     fn connect_without_waiting(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect_in(node, AwayPolicy::Fail)
+    }
+
+    fn connect_lazily(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let fails = self.has_replicas && self.host == Host(SENDER);
+        self.connect_in(node, if fails { AwayPolicy::Fail } else { AwayPolicy::Wait })
     }
 
     fn now(&self) -> Duration {
@@ -159,8 +169,14 @@ impl SimCluster {
     }
 
     pub fn connector(&self, host: u16) -> Arc<dyn Connector> {
-        let (fabric, nodes, epoch) = (self.fabric.clone(), Arc::clone(&self.nodes), self.epoch);
-        Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch, absence: self.absence.clone() })
+        Arc::new(SimConnector {
+            fabric: self.fabric.clone(),
+            nodes: Arc::clone(&self.nodes),
+            host: Host(host),
+            epoch: self.epoch,
+            absence: self.absence.clone(),
+            has_replicas: self.replicas > 1,
+        })
     }
 
     /// Partitions a node from our hosts, or ends the partition. Returns whether it is partitioned
@@ -264,7 +280,9 @@ impl SimCluster {
         }
         self.was_away = true;
         let node = node_of(&self.nodes, rng.index(self.targets.len()));
-        absence.begin(&self.fabric, node, 1 + rng.below(60))
+        // With replicas the sender looks for the node each time that it advances.
+        let most = if self.replicas > 1 { 600 } else { 60 };
+        absence.begin(&self.fabric, node, 1 + rng.below(most))
     }
 
     /// The number of nodes that are alive.

@@ -47,6 +47,7 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::ForkWithoutFlush,
         Mutation::AcknowledgeEarly,
         Mutation::AcknowledgeFirst,
+        Mutation::KeepIncomplete,
         Mutation::CopyWhileWriting,
         Mutation::RecordUnfinished,
         Mutation::ReuseLateBuffer,

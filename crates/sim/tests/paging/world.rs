@@ -65,6 +65,10 @@ pub struct PagingCounts {
     /// Nodes that fenced our host.
     pub expiries: u64,
     pub absences: u64,
+    /// Nodes that did not answer and were given up, and replicas that were dropped because they
+    /// lacked a WRITE.
+    pub given_up: u64,
+    pub incomplete: u64,
     /// Forks after which pages were write-protected, and answers that permitted writes.
     pub protections: u64,
     pub unprotected: u64,
@@ -75,7 +79,7 @@ pub struct PagingCounts {
 }
 
 impl PagingCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 33] {
+    pub fn labelled(&self) -> [(&'static str, u64); 35] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -107,6 +111,8 @@ impl PagingCounts {
             ("partitions of a node", self.cuts),
             ("nodes that fenced the host", self.expiries),
             ("nodes that were away", self.absences),
+            ("nodes that were given up", self.given_up),
+            ("replicas that lacked a WRITE", self.incomplete),
             ("forks that were protected", self.protections),
             ("writes to protected pages", self.unprotected),
             ("waits of a thread that pins a page", self.pins_awaited),
@@ -144,6 +150,8 @@ impl PagingCounts {
         self.cuts += other.cuts;
         self.expiries += other.expiries;
         self.absences += other.absences;
+        self.given_up += other.given_up;
+        self.incomplete += other.incomplete;
         self.protections += other.protections;
         self.unprotected += other.unprotected;
         self.pins_awaited += other.pins_awaited;
@@ -421,6 +429,8 @@ impl PagingWorld {
         self.counts.unchanged += sent.unchanged_pages;
         self.counts.copied += sent.copied_slabs;
         self.counts.repaired += sent.repaired_pages;
+        self.counts.given_up += sent.given_up;
+        self.counts.incomplete += sent.incomplete_replicas;
     }
 
     /// Runs one turn of the sender's thread.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use aquifer_report::{AgentStatus, RunStatistics};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use super::{folder, procs};
@@ -22,6 +23,9 @@ pub fn nodes() -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     (processors - 1).clamp(1, NODES_MAX)
 }
+
+/// How long nodes with kept memory may be away: longer than any measurement.
+const KEPT_TIME: &str = "10m";
 
 /// A private cluster: started by [`Cluster::up`], stopped when dropped.
 #[derive(Debug)]
@@ -68,6 +72,22 @@ impl Cluster {
         Ok(cluster)
     }
 
+    /// Starts a cluster of this many nodes, each of which lends `memory_bytes`. The memory outlives
+    /// the process of its node.
+    ///
+    /// # Errors
+    /// Those of [`Self::up`].
+    pub fn up_with_kept_memory(nodes: u16, memory_bytes: u64, fabric: Fabric) -> Result<Self, BenchError> {
+        stop_abandoned();
+        let mut cluster = Self { state: folder::create(PREFIX)?, daemons: Vec::new() };
+        let (nodes, memory) = (nodes.to_string(), memory_bytes.to_string());
+        let args = ["--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name(), "--keep-memory"];
+        let grace = ["--grace", KEPT_TIME].map(OsStr::new);
+        cluster.control("up", &[args.map(OsStr::new).as_slice(), &grace].concat())?;
+        cluster.daemons = procs::with_argument(cluster.state());
+        Ok(cluster)
+    }
+
     /// The state folder.
     pub fn state(&self) -> &Path {
         self.state.path()
@@ -105,27 +125,45 @@ impl Cluster {
     /// # Errors
     /// If the agent's process is not known, or `aquifer up` fails.
     pub fn restart_agent(&self) -> Result<(), BenchError> {
+        self.signal_part("agent", Signal::KILL)?;
+        self.start_missing()
+    }
+
+    /// Sends a signal to a memory node.
+    ///
+    /// # Errors
+    /// If the node's process is not known.
+    pub fn signal_node(&self, node: u16, signal: Signal) -> Result<(), BenchError> {
+        self.signal_part(&format!("node-{node}"), signal)
+    }
+
+    /// Starts the daemons that do not run, by `aquifer up`.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub fn start_missing(&self) -> Result<(), BenchError> {
+        self.control("up", &[])
+    }
+
+    fn signal_part(&self, name: &str, signal: Signal) -> Result<(), BenchError> {
         let output = aquifer(self.state())?.args(["status", "--json"]).output();
         let output = output.map_err(BenchError::io("ask for the status of", self.state()))?;
         let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-        let parts = status["parts"].as_array().into_iter().flatten();
-        let agent =
-            parts.into_iter().find(|part| part["name"] == "agent").and_then(|part| part["pid"].as_i64());
-        let agent = agent.and_then(|pid| rustix::process::Pid::from_raw(i32::try_from(pid).ok()?));
-        let killed = agent
-            .ok_or(std::io::ErrorKind::NotFound.into())
-            .and_then(|agent| Ok(rustix::process::kill_process(agent, rustix::process::Signal::KILL)?));
-        killed.map_err(BenchError::io("kill the agent of", self.state()))?;
-        self.control("up", &[])
+        let mut parts = status["parts"].as_array().into_iter().flatten();
+        let pid = parts.find(|part| part["name"] == name).and_then(|part| part["pid"].as_i64());
+        let pid = pid.and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
+        let signalled =
+            pid.ok_or(std::io::ErrorKind::NotFound.into()).and_then(|pid| Ok(kill_process(pid, signal)?));
+        signalled.map_err(BenchError::io("signal a daemon of", self.state()))
     }
 
     /// Kills the daemons: the processes with the state folder among their arguments. Their stored
     /// numbers may belong to other processes by now.
     fn kill(&self) {
         for pid in procs::with_argument(self.state()) {
-            if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
+            if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
                 // Fails if the process has ended meanwhile.
-                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+                let _ = kill_process(pid, Signal::KILL);
             }
         }
     }

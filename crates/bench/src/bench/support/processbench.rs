@@ -20,6 +20,8 @@ pub struct Load {
     pub limit_bytes: u64,
     /// Time for which they write.
     pub seconds: u64,
+    /// Replicas of each page.
+    pub replicas: u64,
 }
 
 /// What the program prints as a line of JSON.
@@ -43,6 +45,7 @@ pub struct Figures {
 /// If it fails, or has found a wrong word.
 pub fn run(cluster: &Cluster, program: &Path, folder: &Path, load: Load) -> Result<Figures, BenchError> {
     let mut command = cluster.pooled_command(load.limit_bytes, &folder.join("stats.json"), program)?;
+    command.env("AQUIFER_REPLICAS", load.replicas.to_string());
     command.args(["--processes", &load.processes.to_string(), "--bytes", &load.bytes.to_string()]);
     command.args(["--seconds", &load.seconds.to_string()]);
     let output = folder.join("output");
