@@ -207,6 +207,7 @@ fn options(kind: Kind) -> ServerOptions {
         verbosity: 0,
         pool: None,
         pool_wait: Duration::from_secs(60),
+        partition_timeout: Duration::from_secs(60),
         connector: None,
         version: "test",
     }
