@@ -77,7 +77,7 @@ fn a_stopped_server_costs_its_keys_and_no_others() {
         assert!(!missing.is_empty() && missing.len() < KEYS, "{} keys are missing", missing.len());
         assert!(count(&mut connection, "partition_misses") >= missing.len() as u64);
         assert!(count(&mut connection, "partition_errors") >= missing.len() as u64);
-        // What has failed is not stored when the server goes on, and all items are there.
+        // Sets that have failed are not done when the server continues, and all items are there.
         for key in 0..KEYS {
             for server in &servers {
                 let mut connection = server.connect();

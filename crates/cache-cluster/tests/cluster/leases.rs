@@ -6,12 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use aquifer_cache::server::PARTITION_TIMEOUT;
 use aquifer_cache_cluster::records::ServerRecord;
 use aquifer_directory::names::decode;
 use aquifer_directory::{
     Directory, DirectoryEntry, DirectoryError, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
     Watch,
 };
+
+use aquifer_tests_support::eventually::eventually;
 
 use crate::faults::unavailable;
 use crate::harness::{Cluster, Kind};
@@ -101,6 +104,45 @@ fn items_outlive_the_leases_of_all_servers() {
         set_all(&mut stream);
         cluster.stop();
     }
+}
+
+/// A server that the directory does not reach serves none of its partitions. It forwards requests
+/// for others, and has its items again afterwards.
+#[test]
+fn a_server_without_the_directory_costs_its_keys_and_no_others() {
+    let mut cluster = Cluster::start(Kind::default(), 0);
+    cluster.return_time = Duration::from_secs(600);
+    cluster.partition_timeout = PARTITION_TIMEOUT;
+    let direct = Arc::clone(&cluster.directory);
+    let cut = Arc::new(CutDirectory { inner: Arc::clone(&direct), is_cut: AtomicBool::new(false) });
+    cluster.directory = Arc::clone(&cut) as Arc<dyn Directory>;
+    cluster.add(Kind::default());
+    cluster.directory = direct;
+    cluster.add(Kind::default());
+    cluster.wait_until("the second server has partitions", |cluster| {
+        !cluster.status(1).partitions.is_empty() && cluster.owners().iter().all(Option::is_some)
+    });
+    let mut streams = [0, 1].map(|server| BufReader::new(cluster.connect(server)));
+    for key in 0..KEYS {
+        let request = format!("set key{key} 0 0 1\r\nx\r\n");
+        eventually("an item to be stored", || (ask(&mut streams[0], &request) == "STORED\r\n").then_some(()));
+    }
+    cut.is_cut.store(true, Ordering::SeqCst);
+    for stream in &mut streams {
+        eventually("some keys to be missing and others not", || {
+            let found = read_all(stream);
+            let missing = found.iter().filter(|line| *line == "EN\r\n").count();
+            assert!(found.iter().all(|line| line == "EN\r\n" || line.ends_with("\r\nx\r\n")));
+            (1..KEYS).contains(&missing).then_some(())
+        });
+    }
+    cut.is_cut.store(false, Ordering::SeqCst);
+    for stream in &mut streams {
+        eventually("all items to be found", || {
+            read_all(stream).iter().all(|line| line.ends_with("\r\nx\r\n")).then_some(())
+        });
+    }
+    cluster.stop();
 }
 
 #[test]

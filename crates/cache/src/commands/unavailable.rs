@@ -1,4 +1,4 @@
-//! What is replied to a request while no server may answer for its partition.
+//! Replies to requests while no server may answer for their partition.
 
 use super::binary::{push_missing, without_quiet};
 use super::{Protocol, Replies, meta};

@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub struct Network {
     pub servers: Mutex<Vec<OnceLock<ServerHandle>>>,
-    /// What is sent from now on arrives when this is false again.
+    /// Bytes that are sent to a server arrive only when this is false.
     pub is_stalled: Arc<AtomicBool>,
     /// The lease of the first server has ended.
     pub is_fenced: AtomicBool,

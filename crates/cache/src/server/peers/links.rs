@@ -15,8 +15,8 @@ use crate::server::stream::Stream;
 
 /// Bytes that wait to be sent to a server beyond which nothing more is forwarded to it.
 const OUTGOING_MAX: usize = 4 << 20;
-/// A frame waits for its answer for a millisecond more for so many bytes that are sent with it or
-/// before it.
+/// Bytes that a link sends in a millisecond at least. The time of a frame is longer by the time of
+/// sending it and what is queued before it.
 const BYTES_PER_MS: usize = 10_000;
 
 /// A client's connection that waits for an answer: its place among those of the worker, and its
@@ -29,17 +29,17 @@ pub struct Waiter {
     pub serial: u64,
 }
 
-/// What has become of a frame.
+/// The end of a frame.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FrameEnd {
-    /// It was answered: the replies to the entries that are done, and why no more are.
+    /// The server has answered: the replies to the entries that are done, and why no more are.
     Answered(Vec<Vec<u8>>, AnswerEnd),
     /// Nothing of it was done: the server cannot be reached.
     NotSent,
     /// The connection was lost. What was done is unknown, and more may be done until the frame's
     /// time is over.
     Lost,
-    /// Its time is over. What was done is unknown, and no more will be.
+    /// The time of the frame is over. What was done is unknown, and no more will be.
     Expired,
 }
 
@@ -57,7 +57,7 @@ pub struct Forwarded {
 pub struct Links {
     worker: Arc<WorkerHandle>,
     connector: Arc<dyn Connector>,
-    /// A server that says nothing for so long while a frame's time is over does not answer it.
+    /// Time without bytes of a server after which frames expire whose time is over.
     timeout: Duration,
     links: BTreeMap<u16, Link>,
     next_number: u64,
@@ -77,7 +77,8 @@ struct Link {
     clock: PeerClock,
     /// When bytes of the server have arrived last.
     heard: Option<Instant>,
-    /// The last attempt to connect has failed, or a frame has expired and nothing was heard since.
+    /// The last attempt to connect has failed, or a frame has expired and no bytes have arrived
+    /// since.
     is_silent: bool,
     waits_to_send: bool,
 }
@@ -95,10 +96,10 @@ struct Flight {
     ends: Instant,
 }
 
-/// What the epoll of a worker is to wait for.
+/// The kind of event at a link for which a worker waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Interest {
-    /// What arrives.
+    /// Bytes that arrive.
     Receive,
     /// Room to send.
     Send,
@@ -172,7 +173,7 @@ impl Links {
         self.links.get(&server).is_some_and(|link| link.is_silent)
     }
 
-    /// Has a frame sent at the end of the turn, whose time is over at `end` if it is short. If it
+    /// Queues a frame, which is sent at the end of the turn. Its time is over at `end` if it is short. If it
     /// `waits`, the server waits for partitions. `None` if too much is to be sent.
     pub fn forward(
         &mut self,

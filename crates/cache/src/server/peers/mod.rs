@@ -2,7 +2,7 @@
 //!
 //! - [`frame`]: the bytes. [`links`]: frames that a worker sends, and their answers.
 //! - [`serving`]: frames of others that a worker serves.
-//! - [`waiting`]: what a client's connection waits for, whose request is elsewhere. [`parts`]: a
+//! - [`waiting`]: the state of a client's connection whose request is elsewhere. [`parts`]: a
 //!   request that was divided. [`wait_policy`]: when a request ends that waits.
 //! - [`peer_clock`]: until when another server may serve a frame.
 

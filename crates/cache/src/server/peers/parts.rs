@@ -24,18 +24,18 @@ pub struct Parts {
     fetching: Vec<usize>,
     /// Parts for whose partitions their server may not answer at present.
     unavailable: Vec<usize>,
-    /// What was lost with a connection may take effect until then.
+    /// The time until which parts may take effect that were lost with a connection.
     effective_until: Option<Instant>,
     /// A server calls a part malformed, which this one does not understand.
     pub is_malformed: bool,
 }
 
-/// What has become of a part.
+/// The end of a part.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum PartEnd {
-    /// It was served, with this reply.
+    /// The part was served, with this reply.
     Served(Vec<u8>),
-    /// It was not, as far as is known.
+    /// The part was not served, as far as is known.
     Unserved,
 }
 

@@ -11,11 +11,11 @@
 
 use std::time::{Duration, Instant};
 
-/// Clocks of two machines differ in their rate by less than one part in so many; so the leases of
-/// servers have it, too. A clock that was wrong is set right at up to such a rate.
+/// The clocks of two machines differ in their rate by less than one tenth: a clock that was wrong is
+/// set right at up to such a rate. The leases of servers have the same margin.
 const DRIFT_PARTS: u32 = 10;
 
-/// What is known of the clock of another server.
+/// An estimate of the clock of another server.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct PeerClock {
     /// The best time in an answer, and when the answer arrived.

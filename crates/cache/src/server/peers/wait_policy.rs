@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// After a request has ended so, a connection lets no request wait for so long.
+/// The time for which no request of a connection waits after one has waited in vain.
 pub const AT_ONCE_TIME: Duration = Duration::from_secs(1);
 
 /// When the requests of a connection end that wait for a server of their partition.
@@ -12,9 +12,9 @@ pub const AT_ONCE_TIME: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug)]
 pub struct WaitPolicy {
     timeout: Duration,
-    /// Since when the next request waits, if it does.
+    /// The time since which the next request waits, if it does.
     began: Option<Instant>,
-    /// Until when no request waits.
+    /// The time until which no request waits.
     at_once_until: Option<Instant>,
 }
 
@@ -24,7 +24,7 @@ impl WaitPolicy {
         Self { timeout, began: None, at_once_until: None }
     }
 
-    /// Until when the next request may wait. It waits since `now`, unless it did before.
+    /// Returns the time until which the next request may wait. It waits since `now`, unless it did before.
     pub fn wait(&mut self, now: Instant) -> Instant {
         *self.began.get_or_insert(now) + self.timeout
     }

@@ -1,4 +1,4 @@
-//! What a client's connection waits for, whose request is for a partition that is not here.
+//! The state of a client's connection whose request is for a partition that is not here.
 //!
 //! A connection waits for one frame at a time, or for the frames of one request that was divided.
 //! So its requests take effect and are answered in order, wherever their keys are.
@@ -30,7 +30,7 @@ const SILENT: &str =
 /// The reply to a part of a `get` that was not served.
 const MISS: &[u8] = b"END\r\n";
 
-/// What a connection waits for.
+/// The thing that a connection waits for.
 #[derive(Debug)]
 pub enum Waiting {
     /// A server that has the partition. The request is looked at again.
@@ -50,7 +50,7 @@ pub struct Run {
     ends: Instant,
     /// Lengths of the requests.
     lens: SmallVec<[usize; 8]>,
-    /// What has become of the frame, when that is known.
+    /// The end of the frame, when it is known.
     end: Option<FrameEnd>,
 }
 
@@ -79,14 +79,14 @@ pub struct Reach<'l> {
 /// The state of a connection that has to do with requests elsewhere.
 #[derive(Debug)]
 pub struct Elsewhere {
-    /// What it waits for.
+    /// The thing that the connection waits for.
     pub waiting: Option<Waiting>,
     policy: WaitPolicy,
 }
 
 impl Elsewhere {
     /// The state of a connection that waits for nothing. Its requests wait for a server of their
-    /// partition for so long.
+    /// partition until `timeout` is over.
     pub fn new(timeout: Duration) -> Self {
         Self { waiting: None, policy: WaitPolicy::new(timeout) }
     }
@@ -142,12 +142,12 @@ impl Elsewhere {
         self.policy.note_served();
     }
 
-    /// Has the connection wait until an item has come from the pool.
+    /// Lets the connection wait until an item has come from the pool.
     pub fn wait_for_fetch(&mut self) {
         self.waiting = Some(Waiting::Parked);
     }
 
-    /// Has the connection wait until the partition comes or is known to be elsewhere.
+    /// Lets the connection wait until the partition comes or is known to be elsewhere.
     fn park(&mut self, now: Instant) -> Resumed {
         self.policy.wait(now);
         self.waiting = Some(Waiting::Parked);
