@@ -13,6 +13,9 @@ use tempfile::TempDir;
 
 use crate::server::{Options, Program, Server};
 
+/// Arguments of servers whose requests wait for as long as a partition moves on a busy machine.
+pub const PATIENT: [&str; 2] = ["--partition-timeout", "60s"];
+
 /// A cache of several servers.
 #[derive(Debug)]
 pub struct Cluster {

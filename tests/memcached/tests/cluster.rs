@@ -8,14 +8,11 @@ use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use aquifer_tests_memcached::cluster::Cluster;
+use aquifer_tests_memcached::cluster::{Cluster, PATIENT};
 use aquifer_tests_memcached::server::memcached_is_installed;
 use aquifer_tests_memcached::stream::chosen_seeds;
 use aquifer_tests_memcached::{Options, Pair, Program, Server, Stream, assert_equal};
 use rustix::process::Signal;
-
-/// Requests wait for as long as a partition moves on a busy machine.
-const PATIENT: [&str; 2] = ["--partition-timeout", "60s"];
 
 /// Moves partitions to the servers in turn, until `stops`. Returns how many have moved.
 fn move_all_the_time(cluster: &Cluster, servers: usize, stops: &AtomicBool) -> usize {

@@ -11,6 +11,7 @@ mod memory_file;
 mod overflow;
 pub mod peers;
 mod report;
+mod source;
 mod stream;
 mod tls;
 mod worker;

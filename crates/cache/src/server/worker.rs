@@ -20,6 +20,7 @@ use super::peers::PeerSocket;
 use super::peers::links::{FrameEnd, Interest, Links, Waiter};
 use super::peers::serving::PeerConnection;
 use super::peers::waiting::Reach;
+use super::source::Source;
 use crate::commands::lookahead::{self, Hashes, KEYS_AHEAD};
 use crate::commands::{Context, Replies, Service};
 use crate::operations::Access;
@@ -34,40 +35,6 @@ const REPLY_BUFFER_MAX: usize = 64 << 10;
 const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 const LOOK_AGAIN_TIME: Duration = Duration::from_millis(20);
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
-
-/// What an event of the epoll is about.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Source {
-    Client(usize),
-    Peer(usize),
-    Link(u16),
-    Waker,
-}
-
-impl Source {
-    const KIND_SHIFT: u32 = 62;
-
-    fn data(self) -> epoll::EventData {
-        let (kind, number) = match self {
-            Self::Client(number) => (0, number as u64),
-            Self::Peer(number) => (1, number as u64),
-            Self::Link(server) => (2, u64::from(server)),
-            Self::Waker => (3, 0),
-        };
-        epoll::EventData::new_u64(kind << Self::KIND_SHIFT | number)
-    }
-
-    fn of(data: u64) -> Self {
-        let number = data & ((1 << Self::KIND_SHIFT) - 1);
-        let place = usize::try_from(number).expect("64 bits");
-        match data >> Self::KIND_SHIFT {
-            0 => Self::Client(place),
-            1 => Self::Peer(place),
-            2 => Self::Link(u16::try_from(number).expect("the number of a server")),
-            _ => Self::Waker,
-        }
-    }
-}
 
 /// Serves connections.
 #[derive(Debug)]
@@ -453,7 +420,7 @@ impl Worker {
         }
     }
 
-    /// Serves other servers, and sends their replies; nothing of this server if it `is_fenced`. Returns how much of their inputs was used.
+    /// Serves other servers, and sends their replies. Returns how much of their inputs was used.
     fn serve_peers<'p>(
         &mut self,
         ready: &[usize],

@@ -421,8 +421,8 @@ impl Partition {
         self.lock_here().is_some_and(|mut inner| inner.log.collect(shared))
     }
 
-    /// Makes all items disappear; returns false if the partition is not here, or the time is over in
-    /// which the thread may serve. Their memory is freed later.
+    /// Makes all items disappear; returns false if the partition is not here, or the time is over
+    /// in which the thread may serve. Their memory is freed later.
     pub fn flush(&self, shared: &Shared, pin: &Pin<'_>) -> bool {
         let inner = self.lock_here().filter(|_| may_change(pin));
         inner.map(|mut inner| inner.log.flush(shared)).is_some()

@@ -48,7 +48,8 @@ fn stat(client: &mut Client, name: &str) -> u64 {
     }
 }
 
-/// Sends requests for a partition without a server, and others, in one pipeline; checks the replies.
+/// Sends requests for a partition without a server, and others, in one pipeline. Checks the
+/// replies.
 fn check_unavailable(client: &mut Client, lost: &str, own: &str) {
     client.send(&format!(
         "get {lost}\r\nset {lost} 0 0 1\r\nx\r\nget {own}\r\nmg {lost} v\r\nmg {lost} v q\r\n\

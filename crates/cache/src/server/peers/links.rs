@@ -168,13 +168,13 @@ impl Links {
         Self { worker, connector, timeout, links: BTreeMap::new(), next_number: 0 }
     }
 
-    /// Whether a request for a server would wait in vain, as far as is known.
+    /// Whether a server does not answer, as far as is known.
     pub fn is_silent(&self, server: u16) -> bool {
         self.links.get(&server).is_some_and(|link| link.is_silent)
     }
 
-    /// Queues a frame, which is sent at the end of the turn. Its time is over at `end` if it is short. If it
-    /// `waits`, the server waits for partitions. `None` if too much is to be sent.
+    /// Queues a frame, which is sent at the end of the turn. Its time is over at `end` if it is
+    /// short. If it `waits`, the server waits for partitions. `None` if too much is to be sent.
     pub fn forward(
         &mut self,
         server: u16,
@@ -193,7 +193,9 @@ impl Links {
         self.next_number += 1;
         let mut bytes = Vec::new();
         frame::push_frame(&mut bytes, self.next_number, waits, entries);
-        let sending_ms = ((link.outgoing() + bytes.len()) / BYTES_PER_MS) as u64;
+        // What waits for a silent server is not being sent.
+        let queued = if link.is_silent { 0 } else { link.outgoing() };
+        let sending_ms = ((queued + bytes.len()) / BYTES_PER_MS) as u64;
         let ends = end + Duration::from_millis(sending_ms);
         let forwarded = Forwarded { number: self.next_number, ends };
         link.queued.push(QueuedFrame { forwarded, bytes });
@@ -207,7 +209,7 @@ impl Links {
         let Some(link) = self.links.get_mut(&server) else { return ends };
         match socket {
             Some(socket) if link.stream.is_none() => {
-                link.connects = false;
+                (link.connects, link.is_silent) = (false, false);
                 link.stream = Some(socket.into_stream());
             }
             // Another one was made meanwhile.

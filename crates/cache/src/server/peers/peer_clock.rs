@@ -7,12 +7,13 @@
 //! A time in an answer is at most as late as the arrival of the answer. If the receiver's clock is
 //! at that time and a duration, then the sender's is at most at the arrival and the same duration,
 //! if both run equally fast. So a frame is never served after the sender has ended its requests,
-//! however long it or the answer was on its way; at worst the receiver serves it for a shorter time.
+//! however long it or the answer was on its way. At worst the receiver serves it for a shorter
+//! time.
 
 use std::time::{Duration, Instant};
 
-/// The clocks of two machines differ in their rate by less than one tenth: a clock that was wrong is
-/// set right at up to such a rate. The leases of servers have the same margin.
+/// The clocks of two machines differ in their rate by less than one tenth: a clock that was wrong
+/// is set right at up to such a rate. The leases of servers have the same margin.
 const DRIFT_PARTS: u32 = 10;
 
 /// An estimate of the clock of another server.

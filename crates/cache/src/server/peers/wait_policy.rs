@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// The time for which no request of a connection waits after one has waited in vain.
+/// The time for which no request of a connection waits after one has waited for the whole time.
 pub const AT_ONCE_TIME: Duration = Duration::from_secs(1);
 
 /// When the requests of a connection end that wait for a server of their partition.
@@ -24,7 +24,8 @@ impl WaitPolicy {
         Self { timeout, began: None, at_once_until: None }
     }
 
-    /// Returns the time until which the next request may wait. It waits since `now`, unless it did before.
+    /// Returns the time until which the next request may wait. It waits since `now`, unless it did
+    /// before.
     pub fn wait(&mut self, now: Instant) -> Instant {
         *self.began.get_or_insert(now) + self.timeout
     }

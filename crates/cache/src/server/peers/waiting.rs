@@ -27,6 +27,7 @@ const NO_SERVER: &str = "no server has the partition of this key at present; try
 const LOST: &str = "the server of this key was lost; whether the command has taken effect is not known";
 const SILENT: &str =
     "the server of this key does not answer; whether the command has taken effect is not known";
+const PARTLY: &str = "not all servers answer at present; whether the command has taken effect is not known";
 /// The reply to a part of a `get` that was not served.
 const MISS: &[u8] = b"END\r\n";
 
@@ -308,7 +309,7 @@ impl Elsewhere {
         if unserved > 0 && !parts.scatter.is_get() {
             context.access.counters.partition_errors.add(1);
             let request = &input[..parts.scatter.used().min(input.len())];
-            let error = error_reply(session.protocol(), request, NO_SERVER);
+            let error = error_reply(session.protocol(), request, PARTLY);
             return Resumed::Used(session.fail(&parts.scatter, &error, out));
         }
         context.access.counters.partition_misses.add(unserved);
