@@ -193,7 +193,7 @@ impl Links {
         self.next_number += 1;
         let mut bytes = Vec::new();
         frame::push_frame(&mut bytes, self.next_number, waits, entries);
-        // What waits for a silent server is not being sent.
+        // Nothing is being sent to a silent server.
         let queued = if link.is_silent { 0 } else { link.outgoing() };
         let sending_ms = ((queued + bytes.len()) / BYTES_PER_MS) as u64;
         let ends = end + Duration::from_millis(sending_ms);

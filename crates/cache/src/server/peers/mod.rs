@@ -48,7 +48,7 @@ pub trait Connector: fmt::Debug + Send + Sync {
     /// [`WorkerHandle::deal_link`].
     fn connect(&self, server: u16, worker: Arc<WorkerHandle>);
 
-    /// Whether this server may serve: its lease lasts.
+    /// Whether this server may serve its partitions: its lease lasts.
     fn may_serve(&self) -> bool {
         true
     }

@@ -55,7 +55,7 @@ pub struct Run {
     end: Option<FrameEnd>,
 }
 
-/// How a connection goes on.
+/// The next step of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Resumed {
     /// So many bytes of the input were used; the next request can be looked at.
@@ -133,7 +133,7 @@ impl Elsewhere {
                 self.waiting = Some(Waiting::Scatter(parts));
                 Resumed::Waits
             }
-            Some(Waiting::Scatter(parts)) => self.go_on(*parts, input, session, context, reach, out),
+            Some(Waiting::Scatter(parts)) => self.resume_parts(*parts, input, session, context, reach, out),
         }
     }
 
@@ -143,12 +143,12 @@ impl Elsewhere {
         self.policy.note_served();
     }
 
-    /// Lets the connection wait until an item has come from the pool.
+    /// Parks the connection until an item has come from the pool.
     pub fn wait_for_fetch(&mut self) {
         self.waiting = Some(Waiting::Parked);
     }
 
-    /// Lets the connection wait until the partition comes or is known to be elsewhere.
+    /// Parks the connection until the partition comes or is known to be elsewhere.
     fn park(&mut self, now: Instant) -> Resumed {
         self.policy.wait(now);
         self.waiting = Some(Waiting::Parked);
@@ -275,10 +275,10 @@ impl Elsewhere {
         reach: &mut Reach<'_>,
         out: &mut Replies<'p>,
     ) -> Resumed {
-        self.go_on(Parts::new(scatter), input, session, context, reach, out)
+        self.resume_parts(Parts::new(scatter), input, session, context, reach, out)
     }
 
-    fn go_on<'p>(
+    fn resume_parts<'p>(
         &mut self,
         mut parts: Parts,
         input: &[u8],
