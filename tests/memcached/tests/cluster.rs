@@ -209,8 +209,8 @@ impl Client<'_> {
         }
     }
 
-    /// Whether reads have found nothing since the last call because no server might answer for their
-    /// partition. `None` if the server does not say.
+    /// Whether reads have found nothing since the last call because no server might answer for
+    /// their partition. `None` if the server does not say.
     fn were_unavailable(&mut self) -> Option<bool> {
         let mut line = self.ask("stats\r\n")?;
         let mut count = None;
