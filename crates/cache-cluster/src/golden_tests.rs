@@ -57,8 +57,8 @@ fn golden_records() {
 
 #[test]
 fn golden_questions() {
-    let hello = Hello { version: 3, cache: "main".to_owned(), purpose: Purpose::Questions, encrypt: true };
-    check(&hello, r#"{"version":3,"cache":"main","purpose":"questions","encrypt":true}"#);
+    let hello = Hello { version: 4, cache: "main".to_owned(), purpose: Purpose::Questions, encrypt: true };
+    check(&hello, r#"{"version":4,"cache":"main","purpose":"questions","encrypt":true}"#);
     check(&Welcome::Accepted { encrypt: true }, r#"{"accepted":{"encrypt":true}}"#);
     check(&Welcome::Refused("no".to_owned()), r#"{"refused":"no"}"#);
     let offer = Offer {

@@ -15,7 +15,7 @@ pub const LEASE_TTL: Duration = Duration::from_secs(3);
 pub const RETURN_TIME: Duration = Duration::from_millis(1500);
 /// Interval between keep-alives.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(500);
-/// The server serves nothing when the lease may end so soon: the clock of the directory may be
+/// The server serves no partition when the lease may end so soon: the clock of the directory may be
 /// faster.
 const MARGIN: Duration = Duration::from_millis(300);
 
@@ -137,7 +137,7 @@ impl Keeper {
                 Err(DirectoryError::LeaseGone { .. }) => {
                     if !self.stops.load(Ordering::Acquire) {
                         tracing::error!(
-                            "the lease of this server has ended; it serves nothing until it has joined again"
+                            "the lease has ended; this server serves no partition until it has joined again"
                         );
                     }
                     self.is_lost.store(true, Ordering::Release);

@@ -7,7 +7,7 @@ use aquifer_segments::ownership::Life;
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol between servers.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// The first message of a connection, after the handshake.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

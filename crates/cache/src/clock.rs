@@ -70,6 +70,14 @@ impl Clock {
     }
 }
 
+/// The time since the start of the machine, in microseconds, with the time in which the machine was
+/// suspended.
+#[must_use]
+pub fn boot_us() -> u64 {
+    let now = rustix::time::clock_gettime(ClockId::Boottime);
+    now.tv_sec.unsigned_abs() * 1_000_000 + now.tv_nsec.unsigned_abs() / 1000
+}
+
 fn monotonic_s() -> i64 {
     rustix::time::clock_gettime(ClockId::Monotonic).tv_sec
 }

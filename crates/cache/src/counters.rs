@@ -133,6 +133,10 @@ counters! {
     bytes_read,
     /// Bytes sent to clients.
     bytes_written,
+    /// Keys that were read as missing because no server might answer for their partition.
+    partition_misses,
+    /// Commands that have failed because no server might answer for a partition.
+    partition_errors,
     /// Connections that had to wait for others after many commands.
     conn_yields,
     /// Connections closed because they were idle.

@@ -6,6 +6,7 @@ use crate::protocol::number;
 use crate::store::epochs::Pin;
 use crate::store::item::{Item, KEY_MAX, States};
 use crate::store::partition::{Absent, Cas, Change, Put};
+use crate::store::presence::Presence;
 use crate::store::{Key, Refusal, ShortValue, Store};
 
 /// Bytes that memcached's item has beside key, flags and value: what `-I` limits.
@@ -36,6 +37,22 @@ impl<'p> Access<'p> {
     #[must_use]
     pub fn key<'a>(&self, bytes: &'a [u8]) -> Key<'a> {
         self.store.key(bytes)
+    }
+
+    /// Whether the thread may serve partitions of this server.
+    #[must_use]
+    pub fn may_serve(&self) -> bool {
+        self.pin.serves_until_us() != 0
+    }
+
+    /// Where a partition is for this turn: those of a server that may serve nothing are as if they
+    /// were about to leave.
+    #[must_use]
+    pub fn presence(&self, partition: usize) -> Presence {
+        match self.store.partitions()[partition].presence() {
+            Presence::Here if !self.may_serve() => Presence::Leaving,
+            presence => presence,
+        }
     }
 }
 

@@ -102,6 +102,7 @@ impl Cache {
             verbosity: 0,
             pool: Some(Box::new(pool.clone())),
             pool_wait: Duration::from_secs(60),
+            partition_timeout: Duration::from_secs(60),
             connector: None,
             version: "test",
         };

@@ -10,7 +10,7 @@ use aquifer_cache::commands::{Context, Mutation, Protocol, Replies, ServerReport
 use aquifer_cache::counters::Counters;
 use aquifer_cache::operations::Access;
 use aquifer_cache::server::peers::frame::{
-    self, Answer, AnswerEnd, ENTRIES_MAX, Frame, answer_head, complete_len, push_frame,
+    self, Answer, AnswerEnd, ENTRIES_MAX, Frame, answer_head, complete_len, push_frame, set_serve_until,
 };
 use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 use aquifer_cache::store::presence::Place;
@@ -151,7 +151,8 @@ fn read_frames(input: &[u8]) -> bool {
     let frame = Frame::read(input);
     if let Ok(frame) = &frame {
         let mut bytes = Vec::new();
-        push_frame(&mut bytes, frame.number, &frame.entries);
+        push_frame(&mut bytes, frame.number, frame.waits, &frame.entries);
+        set_serve_until(&mut bytes, frame.until_us);
         assert_eq!(bytes[4..], input[4..], "a frame is written in one way");
     }
     let answer = Answer::read(input);
@@ -166,9 +167,9 @@ fn frame_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let mut frame = Vec::new();
     let tasks =
         [(1, Task::Request(Protocol::Text, b"get a\r\n")), (2, Task::Flush(9)), (3, Task::Delete(b"k"))];
-    push_frame(&mut frame, 7, &tasks);
+    push_frame(&mut frame, 7, true, &tasks);
     let place = Place { server: 3, generation: 5 };
-    let answer = [&answer_head(7, 1, AnswerEnd::Moved(9, place), &[5, 0], 5)[..], b"END\r\n"].concat();
+    let answer = [&answer_head((7, 8), 1, AnswerEnd::Moved(9, place), &[5, 0], 5)[..], b"END\r\n"].concat();
     vec![("frame", frame), ("answer", answer)]
 }
 

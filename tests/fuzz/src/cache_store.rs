@@ -171,7 +171,7 @@ impl Model {
     }
 
     fn flush(&mut self) {
-        assert!(self.store.flush(0));
+        assert!(self.store.flush(&self.store.pin(0), 0));
         self.expected.keys().for_each(|key| assert_eq!(self.get(*key), None));
         for _ in 0..EXPIRE_CALLS {
             self.store.expire(NOW_S);

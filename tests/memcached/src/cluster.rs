@@ -8,9 +8,13 @@ use std::process::{Child, Command, Output, Stdio};
 use aquifer_tests_e2e::build;
 use aquifer_tests_e2e::eventually::eventually;
 use aquifer_tests_support::state_folder;
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use crate::server::{Options, Program, Server};
+
+/// Arguments of servers whose requests wait for as long as a partition moves on a busy machine.
+pub const PATIENT: [&str; 2] = ["--partition-timeout", "60s"];
 
 /// A cache of several servers.
 #[derive(Debug)]
@@ -51,6 +55,15 @@ impl Cluster {
         self.daemons.push(daemon);
         let socket = self.folder.path().join(format!("{name}.sock"));
         eventually("a daemon to listen", || socket.exists().then_some(()));
+    }
+
+    /// Sends a signal to the directory, such as one that stops it.
+    ///
+    /// # Panics
+    /// If it has ended.
+    pub fn signal_directory(&self, signal: Signal) {
+        let directory = self.daemons.first().expect("it was started first");
+        kill_process(Pid::from_child(directory), signal).expect("the directory runs");
     }
 
     /// Starts a server.

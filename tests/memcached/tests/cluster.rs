@@ -8,7 +8,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use aquifer_tests_memcached::cluster::Cluster;
+use aquifer_tests_memcached::cluster::{Cluster, PATIENT};
 use aquifer_tests_memcached::server::memcached_is_installed;
 use aquifer_tests_memcached::stream::chosen_seeds;
 use aquifer_tests_memcached::{Options, Pair, Program, Server, Stream, assert_equal};
@@ -34,7 +34,7 @@ fn compare_cluster(seeds: Range<u64>) {
         return;
     }
     let reference = Server::start(Options::new(Program::Memcached));
-    let cluster = Cluster::start(&[]);
+    let cluster = Cluster::start(&PATIENT);
     let servers: Vec<Server> = (0..3).map(|_| cluster.add()).collect();
     cluster.wait_for_partitions();
     let stops = AtomicBool::new(false);
@@ -74,7 +74,7 @@ fn replies_of_a_cluster_are_equal_while_partitions_move() {
 
 #[test]
 fn a_server_that_is_stopped_in_order_loses_nothing() {
-    let cluster = Cluster::start(&[]);
+    let cluster = Cluster::start(&PATIENT);
     let first = cluster.add();
     cluster.wait_for_partitions();
     let mut connection = first.connect();
@@ -94,7 +94,7 @@ fn a_server_that_is_stopped_in_order_loses_nothing() {
 
 #[test]
 fn the_only_server_has_its_items_again_after_a_restart() {
-    let mut cluster = Cluster::start(&[]);
+    let mut cluster = Cluster::start(&PATIENT);
     cluster.start_daemon("keeper");
     for restart in 0..3 {
         let server = cluster.add();
@@ -119,7 +119,7 @@ fn the_only_server_has_its_items_again_after_a_restart() {
 
 #[test]
 fn operators_see_and_move_partitions() {
-    let cluster = Cluster::start(&[]);
+    let cluster = Cluster::start(&PATIENT);
     let servers: Vec<Server> = (0..2).map(|_| cluster.add()).collect();
     cluster.wait_for_partitions();
     let text = |arguments: &[&str]| {
@@ -172,6 +172,8 @@ struct Client<'a> {
     known: BTreeMap<usize, Known>,
     killed: &'a AtomicU64,
     next: u64,
+    /// Reads of the server's clients that have ended because no server might answer, as seen last.
+    unavailable: u64,
 }
 
 impl Client<'_> {
@@ -207,19 +209,36 @@ impl Client<'_> {
         }
     }
 
+    /// Whether reads have found nothing since the last call because no server might answer for
+    /// their partition. `None` if the server does not say.
+    fn were_unavailable(&mut self) -> Option<bool> {
+        let mut line = self.ask("stats\r\n")?;
+        let mut count = None;
+        while line != "END\r\n" {
+            if let Some(value) = line.strip_prefix("STAT partition_misses ") {
+                count = value.trim_end().parse().ok();
+            }
+            line = self.ask("")?;
+        }
+        let count = count.expect("the statistic is shown");
+        Some(count > std::mem::replace(&mut self.unavailable, count))
+    }
+
     fn get(&mut self, key: usize) {
         let name = format!("{}-{key}", self.name);
         let Some(line) = self.ask(&format!("get {name}\r\n")) else { return };
-        let known = self.known.entry(key).or_default();
         if line == "END\r\n" {
+            if self.were_unavailable() != Some(false) {
+                return;
+            }
+            let known = self.known.entry(key).or_default();
             let killed = self.killed.load(Ordering::SeqCst);
             let is_lost = known.stored.is_none_or(|(_, before)| before < killed);
             assert!(is_lost, "{name} is missing, {known:?}, and no server was killed since");
-            // What was perhaps stored may still come: a server that is about to be killed may not
-            // have done it yet.
-            known.stored = None;
+            *known = Known::default();
             return;
         }
+        let known = self.known.entry(key).or_default();
         if line.starts_with("SERVER_ERROR") {
             return;
         }
@@ -269,6 +288,7 @@ fn kill_servers(kills: usize) {
                         known: BTreeMap::new(),
                         killed,
                         next: 0,
+                        unavailable: 0,
                     };
                     client.run(stops);
                 })

@@ -16,6 +16,7 @@ mod room;
 mod statistics;
 mod tls;
 mod traps;
+mod unavailable;
 
 use aquifer_tests_memcached::server::memcached_is_installed;
 use aquifer_tests_memcached::{Options, Pair, Program, Server};

@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use aquifer_tests_e2e::build;
 use aquifer_tests_memcached::Server;
-use aquifer_tests_memcached::cluster::Cluster;
+use aquifer_tests_memcached::cluster::{Cluster, PATIENT};
 use aquifer_tests_support::skip;
 use rustix::process::Signal;
 
@@ -139,7 +139,7 @@ fn the_file_of_options_of_debian_is_read() {
 
 #[test]
 fn the_last_server_takes_all_partitions_although_it_drains() {
-    let cluster = Cluster::start(&[]);
+    let cluster = Cluster::start(&PATIENT);
     let first = cluster.add();
     cluster.wait_for_partitions();
     let second = cluster.add();

@@ -12,7 +12,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use aquifer_ipc::size;
 use aquifer_metrics::MetricsAddress;
 
-use crate::cli::AgentChoice;
+use crate::cli::{AgentChoice, parse_time_ms};
 use crate::settings::DirectorySettings;
 
 /// Least partitions of a server of its own, and for how many bytes it has one if memory is little.
@@ -160,6 +160,10 @@ pub struct CacheArguments {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
         default_missing_value = "true", requires = "address")]
     pub encrypt: Option<bool>,
+    /// With --directory: time such as 500ms after which a request ends for whose key no server may
+    /// answer at present; a read finds nothing then, and a change fails [default: 100ms]
+    #[arg(long, value_name = "TIME", value_parser = parse_partition_timeout_ms, requires = "address")]
+    pub partition_timeout: Option<u64>,
     /// What to do with a cache of several servers.
     #[command(subcommand)]
     pub command: Option<CacheCommand>,
@@ -406,6 +410,13 @@ fn parse_name(text: &str) -> Result<String, String> {
         return Ok(text.to_owned());
     }
     Err("write up to 64 of a-z, A-Z, 0-9, dots, dashes and underscores".to_owned())
+}
+
+fn parse_partition_timeout_ms(text: &str) -> Result<u64, String> {
+    match parse_time_ms(text)? {
+        0 => Err("no server could answer for another one: give at least 1ms".into()),
+        time_ms => Ok(time_ms),
+    }
 }
 
 fn parse_octal(text: &str) -> Result<u32, String> {

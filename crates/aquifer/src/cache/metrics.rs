@@ -78,7 +78,11 @@ impl CacheCollector {
             of("delete", "hit", sums.delete_hits),
             of("delete", "miss", sums.delete_misses),
         ];
-        counters(encoder, about("requests", "Keys of requests that were served."), requests)
+        counters(encoder, about("requests", "Keys of requests that were served."), requests)?;
+        let help = "Requests that have ended because no server might answer for their partition.";
+        let unavailable = [("miss", sums.partition_misses), ("error", sums.partition_errors)]
+            .map(|(outcome, count)| (vec![label("outcome", outcome)], count));
+        counters(encoder, about("unavailable_requests", help), unavailable)
     }
 
     fn pool(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use aquifer_cache::commands::Tokens;
 use aquifer_cache::server::{
-    Listener, ListenerAddress, POOL_WAIT, Server, ServerHandle, ServerOptions, TlsSettings,
+    Listener, ListenerAddress, PARTITION_TIMEOUT, POOL_WAIT, Server, ServerHandle, ServerOptions, TlsSettings,
 };
 use aquifer_cache::store::StoreOptions;
 use aquifer_cache::store::hash::KeyHasher;
@@ -209,6 +209,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         // After the process has become a daemon, if it does.
         pool: None,
         pool_wait: POOL_WAIT,
+        partition_timeout: arguments.partition_timeout.map_or(PARTITION_TIMEOUT, Duration::from_millis),
         connector: None,
         version: env!("CARGO_PKG_VERSION"),
     })

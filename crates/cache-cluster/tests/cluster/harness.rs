@@ -55,6 +55,8 @@ pub struct Cluster {
     faults: Option<Arc<Faults>>,
     /// The time that servers leave to others to join again, for those that are added from now on.
     pub return_time: Duration,
+    /// The time for which requests wait for partitions, for servers that are added from now on.
+    pub partition_timeout: Duration,
     /// The keeper of the machine, for servers that are added from now on.
     pub keeper: Option<PathBuf>,
 }
@@ -79,6 +81,7 @@ impl Cluster {
             count: 0,
             faults,
             return_time: Duration::ZERO,
+            partition_timeout: Duration::from_secs(60),
             keeper: None,
         };
         for _ in 0..servers {
@@ -115,7 +118,7 @@ impl Cluster {
             return_time: self.return_time,
             interference: self.faults.clone().map(|faults| faults as _),
         };
-        self.servers.push(ClusterServer::start(options(kind), cluster).unwrap());
+        self.servers.push(ClusterServer::start(options(kind, self.partition_timeout), cluster).unwrap());
     }
 
     pub fn clients(&self, server: usize) -> SocketAddr {
@@ -180,7 +183,7 @@ pub fn ask_server(address: SocketAddr, ask: &Ask) -> Answer {
     ask_at(address, &access, ask).unwrap()
 }
 
-fn options(kind: Kind) -> ServerOptions {
+fn options(kind: Kind, partition_timeout: Duration) -> ServerOptions {
     ServerOptions {
         listeners: vec![Listener::tcp((Ipv4Addr::LOCALHOST, 0).into(), 64).unwrap()],
         store: StoreOptions {
@@ -207,6 +210,7 @@ fn options(kind: Kind) -> ServerOptions {
         verbosity: 0,
         pool: None,
         pool_wait: Duration::from_secs(60),
+        partition_timeout,
         connector: None,
         version: "test",
     }

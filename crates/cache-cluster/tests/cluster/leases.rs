@@ -6,12 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use aquifer_cache::server::PARTITION_TIMEOUT;
 use aquifer_cache_cluster::records::ServerRecord;
 use aquifer_directory::names::decode;
 use aquifer_directory::{
     Directory, DirectoryEntry, DirectoryError, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
     Watch,
 };
+
+use aquifer_tests_support::eventually::eventually;
 
 use crate::faults::unavailable;
 use crate::harness::{Cluster, Kind};
@@ -101,6 +104,49 @@ fn items_outlive_the_leases_of_all_servers() {
         set_all(&mut stream);
         cluster.stop();
     }
+}
+
+/// A server that the directory does not reach serves none of its partitions. It forwards requests
+/// for others, and has its items again afterwards, except those of partitions that were moving.
+#[test]
+fn a_server_without_the_directory_costs_its_keys_and_no_others() {
+    let mut cluster = Cluster::start(Kind::default(), 0);
+    cluster.return_time = Duration::from_secs(600);
+    cluster.partition_timeout = PARTITION_TIMEOUT;
+    let direct = Arc::clone(&cluster.directory);
+    let cut = Arc::new(CutDirectory { inner: Arc::clone(&direct), is_cut: AtomicBool::new(false) });
+    cluster.directory = Arc::clone(&cut) as Arc<dyn Directory>;
+    cluster.add(Kind::default());
+    cluster.directory = direct;
+    cluster.add(Kind::default());
+    cluster.wait_until("the second server has partitions", |cluster| {
+        !cluster.status(1).partitions.is_empty() && cluster.owners().iter().all(Option::is_some)
+    });
+    let mut streams = [0, 1].map(|server| BufReader::new(cluster.connect(server)));
+    for key in 0..KEYS {
+        let request = format!("set key{key} 0 0 1\r\nx\r\n");
+        eventually("an item to be stored", || (ask(&mut streams[0], &request) == "STORED\r\n").then_some(()));
+    }
+    cut.is_cut.store(true, Ordering::SeqCst);
+    let is_missing = |line: &String| {
+        assert!(line == "EN\r\n" || line.ends_with("\r\nx\r\n"), "{line}");
+        line == "EN\r\n"
+    };
+    let missing = streams.each_mut().map(|stream| {
+        eventually("some keys to be missing and others not", || {
+            let missing: Vec<bool> = read_all(stream).iter().map(is_missing).collect();
+            (missing.contains(&true) && missing.contains(&false)).then_some(missing)
+        })
+    });
+    cut.is_cut.store(false, Ordering::SeqCst);
+    for stream in &mut streams {
+        eventually("items to be found again", || {
+            let found = read_all(stream);
+            let is_found = |key: usize| !is_missing(&found[key]);
+            (0..KEYS).any(|key| missing[0][key] && missing[1][key] && is_found(key)).then_some(())
+        });
+    }
+    cluster.stop();
 }
 
 #[test]

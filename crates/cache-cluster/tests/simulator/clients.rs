@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use aquifer_segments::ownership::Life;
 
 use crate::server::{Operation, Request};
-use crate::world::{PARTITIONS, World};
+use crate::world::{PARTITIONS, Random, World};
 
 const CLIENTS: usize = 4;
 const KEYS: usize = 8;
@@ -52,6 +52,14 @@ impl Clients {
                 client.note_unknown(request);
             }
         }
+    }
+
+    /// Ends a request without a reply, if the client of a random number has one.
+    pub fn expire_one(&mut self, random: &mut Random) -> Option<Request> {
+        let client = &mut self.clients[random.below(CLIENTS)];
+        let (request, _) = client.asked.take()?;
+        client.note_unknown(request);
+        Some(request)
     }
 
     /// Notes that it will never be known whether a request was done.

@@ -37,7 +37,7 @@ fn no_reply_is_wrong_and_all_comes_to_rest() {
     // The seeds have tested something.
     assert!(sums.hits > 10_000 && sums.forwards > 10_000, "{sums:?}");
     assert!(sums.moves > 500 && sums.taken_back > 100 && sums.claims > 500, "{sums:?}");
-    assert!(sums.moved_replies > 500 && sums.resumed > 50, "{sums:?}");
+    assert!(sums.moved_replies > 500 && sums.resumed > 50 && sums.expired > 500, "{sums:?}");
 }
 
 #[test]

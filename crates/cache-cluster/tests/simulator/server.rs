@@ -78,7 +78,7 @@ pub struct Server {
     records: Vec<Option<SegmentRecord>>,
     /// Requests that wait, with the server that has forwarded them.
     pub waiting: Vec<(Request, Option<Life>)>,
-    /// Its lease may end at any time, or has ended: it serves nothing.
+    /// Its lease may end at any time, or has ended: it serves no partition of its own.
     pub is_fenced: bool,
     pub drains: bool,
 }
@@ -266,10 +266,10 @@ impl World {
         let server = &mut self.servers[at];
         let presence = match server.presences[partition].get() {
             Presence::Leaving if serves_leaving => Presence::Here,
+            Presence::Here if server.is_fenced && !ignores_fence => Presence::Leaving,
             presence => presence,
         };
         match presence {
-            _ if server.is_fenced && !ignores_fence => server.waiting.push((request, from)),
             Presence::Here => {
                 let items = &mut server.items[partition];
                 let found = match request.operation {

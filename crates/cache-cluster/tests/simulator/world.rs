@@ -39,10 +39,12 @@ pub enum Mutant {
     LearnAnything,
     /// A source that takes a hand-over back does not ask whether the target has it.
     TakeBackGiven,
+    /// What was forwarded is done after its client was told that it has failed.
+    ServeLate,
 }
 
 impl Mutant {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::ServeLeaving,
         Self::IgnoreFence,
         Self::IgnoreRecords,
@@ -50,6 +52,7 @@ impl Mutant {
         Self::ForgetAttempts,
         Self::LearnAnything,
         Self::TakeBackGiven,
+        Self::ServeLate,
     ];
 }
 
@@ -63,6 +66,7 @@ pub struct Totals {
     pub claims: u64,
     pub moved_replies: u64,
     pub resumed: u64,
+    pub expired: u64,
 }
 
 impl Totals {
@@ -74,6 +78,7 @@ impl Totals {
         self.claims += other.claims;
         self.moved_replies += other.moved_replies;
         self.resumed += other.resumed;
+        self.expired += other.expired;
     }
 }
 
@@ -324,7 +329,7 @@ impl World {
     }
 
     fn fault(&mut self, at: usize) {
-        match self.random.below(9) {
+        match self.random.below(10) {
             0 if self.servers.len() > 1 => self.kill(at),
             7 if self.servers.len() > 1 || self.random.one_in(4) => self.stop(at),
             1 | 2 if self.servers.len() < SERVERS_MAX => self.add_server(),
@@ -332,6 +337,7 @@ impl World {
             4 if self.servers[at].is_fenced && self.random.one_in(2) => self.begin_anew(at),
             // It does not notice that yet.
             4 if self.servers[at].is_fenced => self.servers[at].end_lease(&self.directory),
+            8 => self.expire_request(),
             5 => {
                 let calls = u32::try_from(self.random.below(4)).expect("small") + 1;
                 self.servers[at].directory.fail(calls, crate::server::fault(self.random.one_in(2)));
@@ -344,6 +350,24 @@ impl World {
                 let drains = self.random.one_in(3);
                 self.servers[at].set_drains(drains);
             }
+        }
+    }
+
+    /// A client is told that its request has failed, which has waited too long. No server does it
+    /// later.
+    fn expire_request(&mut self) {
+        let Some(request) = self.clients.expire_one(&mut self.random) else { return };
+        self.totals.expired += 1;
+        if self.is(Mutant::ServeLate) {
+            return;
+        }
+        let is_it = |other: &Request| other.number == request.number;
+        self.packets.retain(|packet| match packet {
+            Packet::Forward { request, .. } | Packet::Reply { request, .. } => !is_it(request),
+            Packet::Ask { .. } | Packet::Answer { .. } => true,
+        });
+        for server in &mut self.servers {
+            server.waiting.retain(|(request, _)| !is_it(request));
         }
     }
 

@@ -215,12 +215,8 @@ impl<'p> Request<'p> {
         let has_key = matches!(self.opcode, opcode::GET_KEY | opcode::GET_KEY_TOUCH);
         let key: &[u8] = if has_key { self.key } else { b"" };
         let Some(item) = item else {
-            if self.is_quiet {
-            } else if has_key {
-                out.push(&reply_header(&self.header, Status::NotFound, 0, 0, key.len(), key.len()));
-                out.push(key);
-            } else {
-                self.fail(Status::NotFound, out);
+            if !self.is_quiet {
+                push_missing(&self.header, key, out);
             }
             return;
         };
@@ -332,6 +328,15 @@ impl<'p> Request<'p> {
             self.fail(Status::NotFound, out);
         }
     }
+}
+
+/// Says that an item is missing, with its key if the command returns that.
+pub(super) fn push_missing<'p>(header: &RequestHeader, key: &'p [u8], out: &mut Replies<'p>) {
+    if key.is_empty() {
+        return push_error(header, Status::NotFound, out);
+    }
+    out.push(&reply_header(header, Status::NotFound, 0, 0, key.len(), key.len()));
+    out.push(key);
 }
 
 fn push_error(header: &RequestHeader, status: Status, out: &mut Replies<'_>) {

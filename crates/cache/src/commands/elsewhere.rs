@@ -8,6 +8,7 @@ use super::{Context, Protocol, REPLIES_MAX, Replies, Session, Step};
 use crate::operations::Deletion;
 use crate::protocol::words;
 use crate::store::Refusal;
+use crate::store::presence::Presence;
 
 /// Keys of a `get` that are fetched at a time.
 const KEYS_MAX: usize = 32;
@@ -100,6 +101,20 @@ impl Scatter {
         Self { entries, end: ScatterEnd::Reply { reply, used, swallows } }
     }
 
+    /// Bytes of the input that the request has, without those that are skipped.
+    #[must_use]
+    pub fn used(&self) -> usize {
+        match self.end {
+            ScatterEnd::Get { used, .. } | ScatterEnd::Reply { used, .. } => used,
+        }
+    }
+
+    /// Whether the request is a `get`: keys that are not read are missing.
+    #[must_use]
+    pub fn is_get(&self) -> bool {
+        matches!(self.end, ScatterEnd::Get { .. })
+    }
+
     /// The line of the request, with its end, is so long.
     pub(super) fn add_used(&mut self, line: usize) {
         match &mut self.end {
@@ -145,13 +160,10 @@ impl Session {
     pub fn fail(&mut self, scatter: &Scatter, error: &[u8], out: &mut Replies<'_>) -> usize {
         out.push(error);
         self.skip();
-        match &scatter.end {
-            ScatterEnd::Get { used, .. } => *used,
-            ScatterEnd::Reply { used, swallows, .. } => {
-                self.swallows = *swallows;
-                *used
-            }
+        if let ScatterEnd::Reply { swallows, .. } = scatter.end {
+            self.swallows = swallows;
         }
+        scatter.used()
     }
 
     /// Puts the replies of the entries together. Returns how many bytes of the input were used.
@@ -189,7 +201,7 @@ pub fn execute<'p>(
     out: &mut Replies<'p>,
 ) -> EntryEnd {
     let store = context.access.store;
-    if !store.partitions().get(partition).is_some_and(crate::store::partition::Partition::is_here) {
+    if partition >= store.partitions().len() || context.access.presence(partition) != Presence::Here {
         return EntryEnd::Elsewhere;
     }
     let now_s = context.access.now_s;
@@ -197,7 +209,7 @@ pub fn execute<'p>(
         Task::Request(protocol, bytes) => execute_request(protocol, bytes, context, out),
         Task::Flush(0) => {
             store.flush_at(partition, 0);
-            if store.flush(partition) { EntryEnd::Done } else { EntryEnd::Elsewhere }
+            if store.flush(context.access.pin, partition) { EntryEnd::Done } else { EntryEnd::Elsewhere }
         }
         Task::Flush(seconds) => {
             store.flush_at(partition, now_s.saturating_add(seconds));

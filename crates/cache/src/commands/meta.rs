@@ -8,6 +8,7 @@ use crate::protocol::meta::{self, META_WORDS_MAX, MetaFlags, flags_of};
 use crate::protocol::words::{self, Words};
 use crate::store::item::{Item, KEY_MAX, States};
 use crate::store::partition::{Absent, Cas, Change, Put};
+use crate::store::presence::Presence;
 use crate::store::{Key, Refusal};
 
 const BAD_FORMAT: &str = "CLIENT_ERROR bad command line format";
@@ -162,8 +163,9 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     };
     let access = &context.access;
     let key = key_of(&context.access, words[1], &parsed);
-    if !access.store.is_here(key.hash) {
-        return refused(Refusal::Elsewhere(access.store.partition_number(key.hash)), context, out, false, 0);
+    let partition = access.store.partition_number(key.hash);
+    if access.presence(partition) != Presence::Here {
+        return refused(Refusal::Elsewhere(partition), context, out, false, 0);
     }
     access.count_request(key);
     access.counters.cmd_meta.add(1);
@@ -208,14 +210,19 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     }
     match fetch {
         Some(fetch) => push_fetched(&fetch, key, &parsed, flags, context, out),
-        None if parsed.is_quiet => {}
-        None => {
-            out.push(b"EN");
-            push_opaque_and_key(flags, key.bytes, parsed.binary_key.is_some(), out);
-            out.push(b"\r\n");
-        }
+        None => push_missing(words[1], &parsed, flags, out),
     }
     Step::Used(0)
+}
+
+/// Says that the item of `mg` is missing. `word` is the key as the request has it.
+pub(super) fn push_missing(word: &[u8], parsed: &MetaFlags, flags: &[&[u8]], out: &mut Replies<'_>) {
+    if !parsed.is_quiet {
+        out.push(b"EN");
+        let key = parsed.binary_key.as_deref().unwrap_or(word);
+        push_opaque_and_key(flags, key, parsed.binary_key.is_some(), out);
+        out.push(b"\r\n");
+    }
 }
 
 /// Refuses an opaque token that is too long. The flags before it have taken effect nevertheless.

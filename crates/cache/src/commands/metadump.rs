@@ -32,6 +32,8 @@ impl Session {
         let lists = matches!(words[2], b"all" | b"hash")
             || words[2].split(|byte| *byte == b',').any(|class| class == b"1");
         let mut place = self.dump.take().unwrap_or_default();
+        // What a server has that may serve nothing may be another one's.
+        let lists = lists && context.access.may_serve();
         while lists && let Some(partition) = context.access.store.partitions().get(place.partition) {
             if out.len() >= REPLIES_MAX {
                 self.dump = Some(place);

@@ -14,6 +14,7 @@ pub mod peek;
 mod replies;
 mod stats;
 mod text;
+pub mod unavailable;
 
 use std::sync::atomic::AtomicU32;
 

@@ -105,23 +105,6 @@ pub fn is_repeatable(protocol: Protocol, request: &[u8]) -> bool {
     }
 }
 
-/// What is replied to a request whose server cannot be reached, in its protocol.
-#[must_use]
-pub fn error_reply(protocol: Protocol, request: &[u8], text: &str) -> Vec<u8> {
-    use crate::protocol::binary::{Status, reply_header};
-    if protocol == Protocol::Text {
-        let line = memchr::memchr(b'\n', request).map_or(request, |end| &request[..end]);
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
-        let is_quiet = line.ends_with(b" noreply");
-        return if is_quiet { Vec::new() } else { format!("SERVER_ERROR {text}\r\n").into_bytes() };
-    }
-    let header = request.first_chunk::<HEADER_BYTES>().and_then(RequestHeader::read);
-    header.map_or(Vec::new(), |header| {
-        let head = reply_header(&header, Status::TemporaryFailure, 0, 0, 0, text.len());
-        [&head[..], text.as_bytes()].concat()
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -135,7 +135,7 @@ fn dump(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) {
     let start = out.len();
     let limit = if limit == 0 { u64::MAX } else { u64::from(limit) };
     let mut listed = 0;
-    if class == 1 {
+    if class == 1 && context.access.may_serve() {
         for partition in context.access.store.partitions() {
             partition.for_each(context.access.now_s, |item| {
                 if listed < limit && out.len() - start < LIST_MAX {

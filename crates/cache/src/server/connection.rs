@@ -4,11 +4,12 @@ use std::mem;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use super::Peer;
 use super::acceptor::Accepted;
-use super::peers::links::{FrameEnd, Links, Waiter};
-use super::peers::waiting::{Elsewhere, Resumed};
+use super::peers::links::{FrameEnd, Waiter};
+use super::peers::waiting::{Elsewhere, Reach, Resumed};
 use super::stream::{Security, Stream};
 use crate::commands::lookahead::{self, Hashes, REQUESTS_AHEAD};
 use crate::commands::{Context, Replies, Session, Step};
@@ -116,8 +117,9 @@ impl AsFd for Connection {
 }
 
 impl Connection {
-    /// A connection that was accepted in this second.
-    pub fn new(accepted: Accepted, serial: u64, now_s: u32) -> Self {
+    /// A connection that was accepted in this second. Its requests wait for a server of their
+    /// partition for at most `partition_timeout`.
+    pub fn new(accepted: Accepted, serial: u64, now_s: u32, partition_timeout: Duration) -> Self {
         let report = ConnectionReport {
             peer: accepted.peer,
             listener: accepted.listener,
@@ -128,7 +130,7 @@ impl Connection {
             stream: Stream::new(accepted.socket, security),
             serial,
             session: Session::default(),
-            elsewhere: Elsewhere::default(),
+            elsewhere: Elsewhere::new(partition_timeout),
             input: Input::default(),
             needs: 0,
             closes: false,
@@ -173,23 +175,26 @@ impl Connection {
         self.elsewhere.must_look_again()
     }
 
-    /// Serves requests in `input`, which was taken from this connection with this number; returns
-    /// how many bytes of it were used.
+    /// The connection as one that waits, if it has this number.
+    pub fn waiter(&self, number: usize) -> Waiter {
+        Waiter { number, serial: self.serial }
+    }
+
+    /// Serves requests in `input`, which was taken from this connection; returns how many bytes of
+    /// it were used.
     pub fn serve<'p>(
         &mut self,
-        number: usize,
         input: &'p Input,
         requests_max: usize,
         context: &Context<'p>,
-        links: &mut Links,
+        reach: &mut Reach<'_>,
         out: &mut Replies<'p>,
     ) -> usize {
         self.is_runnable = false;
         let counters = context.access.counters;
         let bytes = input.unused();
-        let waiter = Waiter { number, serial: self.serial };
         let (mut at, mut requests) = (0, 0);
-        let mut resumed = self.elsewhere.resume(bytes, &mut self.session, context, links, waiter, out);
+        let mut resumed = self.elsewhere.resume(bytes, &mut self.session, context, reach, out);
         loop {
             match resumed {
                 Resumed::Used(used) => at += used,
@@ -225,14 +230,14 @@ impl Connection {
                     self.waits_for_items = false;
                     let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
                     let request = (partition, len);
-                    resumed = elsewhere.forward(request, &bytes[at..], session, context, links, waiter, out);
+                    resumed = elsewhere.forward(request, &bytes[at..], session, context, reach, out);
                 }
                 Step::Scatter => {
                     requests += 1;
                     self.waits_for_items = false;
                     let Some(scatter) = self.session.pop_scatter() else { break };
                     let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
-                    resumed = elsewhere.scatter(scatter, session, context, links, waiter, out);
+                    resumed = elsewhere.scatter(scatter, &bytes[at..], session, context, reach, out);
                 }
                 Step::Incomplete(needs) => {
                     self.needs = needs;

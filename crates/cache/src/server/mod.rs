@@ -11,6 +11,7 @@ mod memory_file;
 mod overflow;
 pub mod peers;
 mod report;
+mod source;
 mod stream;
 mod tls;
 mod worker;
@@ -85,10 +86,15 @@ pub struct ServerOptions {
     pub kept: BTreeMap<usize, OwnedFd>,
     /// How other servers are reached, in a cluster. All partitions are absent at first then.
     pub connector: Option<Arc<dyn Connector>>,
+    /// The time after which a request ends for whose partition no server may answer.
+    pub partition_timeout: Duration,
     /// The version of the program.
     pub version: &'static str,
 }
 
+/// The time after which a request ends for whose partition no server may answer: a read finds
+/// nothing, and a change fails.
+pub const PARTITION_TIMEOUT: Duration = Duration::from_millis(100);
 /// The time for which a request waits for a pool that does not answer.
 pub const POOL_WAIT: Duration = Duration::from_millis(100);
 
@@ -118,6 +124,7 @@ struct Common {
     backlog: i32,
     tls: Option<TlsSettings>,
     connector: Arc<dyn Connector>,
+    partition_timeout: Duration,
     version: &'static str,
     stops: AtomicBool,
 }
@@ -195,6 +202,7 @@ impl Server {
             backlog: options.listeners[0].backlog(),
             tls: options.tls,
             connector: options.connector.unwrap_or_else(|| Arc::new(NoConnector)),
+            partition_timeout: options.partition_timeout,
             version: options.version,
             stops: AtomicBool::new(false),
         });

@@ -120,6 +120,8 @@ impl ServerReport for Report {
         add("listen_disabled_num", &0);
         add("time_in_listen_disabled_us", &0);
         add("threads", &common.counters.len());
+        add("partition_misses", &sums.partition_misses);
+        add("partition_errors", &sums.partition_errors);
         add("conn_yields", &sums.conn_yields);
         add("hash_power_level", &content.index_bytes.max(1).ilog2());
         add("hash_bytes", &content.index_bytes);

@@ -259,6 +259,15 @@ impl Stream {
         }
     }
 
+    /// How many bytes wait until the socket takes them, unless the connection is one of TLS.
+    pub fn backlog_bytes(&self) -> usize {
+        match &self.security {
+            Security::Plain => self.backlog.len().saturating_sub(self.backlog_sent),
+            Security::Tls(_) => 0,
+            Security::Peer(peer) => peer.to_send.len(),
+        }
+    }
+
     /// Whether bytes can be received without an event of the socket.
     pub fn has_decrypted(&self) -> bool {
         self.has_decrypted && !self.is_ended

@@ -19,6 +19,8 @@ use super::dealing::WorkerHandle;
 use super::peers::PeerSocket;
 use super::peers::links::{FrameEnd, Interest, Links, Waiter};
 use super::peers::serving::PeerConnection;
+use super::peers::waiting::Reach;
+use super::source::Source;
 use crate::commands::lookahead::{self, Hashes, KEYS_AHEAD};
 use crate::commands::{Context, Replies, Service};
 use crate::operations::Access;
@@ -32,43 +34,7 @@ const REPLY_BUFFER_MAX: usize = 64 << 10;
 /// After so long a request is looked at again that waits for a partition, if nothing is said.
 const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 const LOOK_AGAIN_TIME: Duration = Duration::from_millis(20);
-/// Pause of a server that may not serve at present.
-const FENCED_PAUSE: Duration = Duration::from_millis(20);
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
-
-/// What an event of the epoll is about.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Source {
-    Client(usize),
-    Peer(usize),
-    Link(u16),
-    Waker,
-}
-
-impl Source {
-    const KIND_SHIFT: u32 = 62;
-
-    fn data(self) -> epoll::EventData {
-        let (kind, number) = match self {
-            Self::Client(number) => (0, number as u64),
-            Self::Peer(number) => (1, number as u64),
-            Self::Link(server) => (2, u64::from(server)),
-            Self::Waker => (3, 0),
-        };
-        epoll::EventData::new_u64(kind << Self::KIND_SHIFT | number)
-    }
-
-    fn of(data: u64) -> Self {
-        let number = data & ((1 << Self::KIND_SHIFT) - 1);
-        let place = usize::try_from(number).expect("64 bits");
-        match data >> Self::KIND_SHIFT {
-            0 => Self::Client(place),
-            1 => Self::Peer(place),
-            2 => Self::Link(u16::try_from(number).expect("the number of a server")),
-            _ => Self::Waker,
-        }
-    }
-}
 
 /// Serves connections.
 #[derive(Debug)]
@@ -92,8 +58,8 @@ pub struct Worker {
     reply_buffers: Vec<Vec<u8>>,
     idle_checked_s: u32,
     looked_again: Instant,
-    /// The server may not serve at present.
-    is_fenced: bool,
+    /// When the current turn has begun.
+    now: Instant,
 }
 
 /// A connection in a turn: how much of its input was used.
@@ -116,10 +82,11 @@ impl Worker {
     ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, handle.waker(), Source::Waker.data(), epoll::EventFlags::IN)?;
+        let connector = Arc::clone(&common.connector);
         Ok(Self {
             thread,
             epoll,
-            links: Links::new(Arc::clone(&handle), Arc::clone(&common.connector)),
+            links: Links::new(Arc::clone(&handle), connector, common.partition_timeout),
             handle,
             common,
             service,
@@ -134,7 +101,7 @@ impl Worker {
             reply_buffers: Vec::new(),
             idle_checked_s: 0,
             looked_again: Instant::now(),
-            is_fenced: false,
+            now: Instant::now(),
         })
     }
 
@@ -150,7 +117,8 @@ impl Worker {
                     return;
                 }
             }
-            let hits = self.common.store.has_pool().then(|| (Instant::now(), self.local_hits()));
+            self.now = Instant::now();
+            let hits = self.common.store.has_pool().then(|| (self.now, self.local_hits()));
             for event in &events {
                 match Source::of(event.data.u64()) {
                     Source::Client(number) => self.on_client(number, event.flags),
@@ -159,7 +127,7 @@ impl Worker {
                     Source::Waker => self.on_wake(),
                 }
             }
-            if self.looks_again() && self.looked_again.elapsed() >= LOOK_AGAIN_TIME {
+            if self.looks_again() && self.now.duration_since(self.looked_again) >= LOOK_AGAIN_TIME {
                 self.look_again();
             }
             self.turn();
@@ -177,16 +145,18 @@ impl Worker {
         counters.get_hits.get() - counters.fetched_hits.get()
     }
 
-    /// Whether requests wait for a partition, or for room.
+    /// Whether requests wait for a partition, for room, or for the answer of another server.
     fn looks_again(&self) -> bool {
-        !self.parked.is_empty() || self.peers.iter().flatten().any(PeerConnection::is_waiting)
+        !self.parked.is_empty()
+            || self.links.has_flights()
+            || self.peers.iter().flatten().any(PeerConnection::is_waiting)
     }
 
     fn timeout(&self) -> Option<Timespec> {
         if !self.ready.is_empty() || !self.ready_peers.is_empty() {
             return Some(AT_ONCE);
         }
-        (self.is_fenced || self.looks_again()).then_some(LOOK_AGAIN)
+        self.looks_again().then_some(LOOK_AGAIN)
     }
 
     fn on_client(&mut self, number: usize, flags: epoll::EventFlags) {
@@ -216,7 +186,7 @@ impl Worker {
 
     fn on_link(&mut self, server: u16) {
         let mut ends = Vec::new();
-        self.links.on_event(server, |frame, waiter, end| ends.push((frame, waiter, end)));
+        self.links.on_event(server, self.now, |frame, waiter, end| ends.push((frame, waiter, end)));
         self.end_frames(ends);
     }
 
@@ -265,9 +235,13 @@ impl Worker {
         self.look_again();
     }
 
-    /// Looks again at where the partitions are for which requests wait.
+    /// Looks again at where the partitions are for which requests wait, and ends frames whose time
+    /// is over.
     fn look_again(&mut self) {
-        self.looked_again = Instant::now();
+        self.looked_again = self.now;
+        let mut ends = Vec::new();
+        self.links.expire(self.now, |frame, waiter, end| ends.push((frame, waiter, end)));
+        self.end_frames(ends);
         for number in mem::take(&mut self.parked) {
             if self.connections[number].as_ref().is_some_and(Connection::must_look_again) {
                 self.make_ready(number);
@@ -282,7 +256,7 @@ impl Worker {
 
     fn open(&mut self, accepted: Accepted, now_s: u32) {
         self.next_serial += 1;
-        let connection = Connection::new(accepted, self.next_serial, now_s);
+        let connection = Connection::new(accepted, self.next_serial, now_s, self.common.partition_timeout);
         let number = self.free.pop().unwrap_or(self.connections.len());
         let data = Source::Client(number).data();
         if let Err(error) = epoll::add(&self.epoll, &connection, data, epoll::EventFlags::IN) {
@@ -321,6 +295,7 @@ impl Worker {
         if let Some(descriptor) = self.links.descriptor(server)
             && let Err(error) =
                 epoll::add(&self.epoll, descriptor, Source::Link(server).data(), epoll::EventFlags::IN)
+            && error != Errno::EXIST
         {
             tracing::warn!(%error, "cannot wait for another server");
         }
@@ -350,18 +325,13 @@ impl Worker {
 
     /// Serves the connections that are ready, and sends their replies.
     fn turn(&mut self) {
-        self.is_fenced = !self.common.connector.may_serve();
-        if self.is_fenced {
-            // What is ready stays so.
-            std::thread::sleep(FENCED_PAUSE);
-            return;
-        }
         if !self.ready.is_empty() || !self.ready_peers.is_empty() {
             self.serve();
         }
         let epoll = &self.epoll;
         let mut ends = Vec::new();
         self.links.send(
+            self.now,
             |server, descriptor, interest| wait_for_link(epoll, server, descriptor, interest),
             |frame, waiter, end| ends.push((frame, waiter, end)),
         );
@@ -389,6 +359,11 @@ impl Worker {
             })
             .collect();
         let pin = common.store.pin(self.thread);
+        // Requests for partitions of this server are as for partitions that are about to leave.
+        let is_fenced = !common.connector.may_serve();
+        if is_fenced {
+            pin.serve_until(0);
+        }
         let counters = &common.counters[self.thread];
         let access = Access {
             store: &common.store,
@@ -399,7 +374,7 @@ impl Worker {
             item_size_max: common.item_size_max,
         };
         let context = Context { access, service: &service };
-        let served_peers = self.serve_peers(&ready_peers, &peer_inputs, &context);
+        let served_peers = self.serve_peers(&ready_peers, &peer_inputs, &context, is_fenced);
         let mut served = Vec::with_capacity(ready.len());
         let mut looked_ahead = 0;
         for (at, (number, input)) in ready.iter().zip(&inputs).enumerate() {
@@ -411,13 +386,15 @@ impl Worker {
             if let Some(connection) = &mut self.connections[*number]
                 && !connection.stream.has_backlog()
             {
-                let (requests_max, links) = (common.requests_per_turn, &mut self.links);
-                used = connection.serve(*number, input, requests_max, &context, links, &mut replies);
+                let waiter = connection.waiter(*number);
+                let mut reach = Reach { links: &mut self.links, waiter, now: self.now };
+                used = connection.serve(input, common.requests_per_turn, &context, &mut reach, &mut replies);
             }
             served.push(Served { number: *number, used, replies });
         }
-        // A turn may have lasted longer than the lease.
-        let may_send = common.connector.may_serve();
+        // A turn may have lasted longer than the lease. One that began after the lease has served
+        // nothing of this server.
+        let may_send = is_fenced || common.connector.may_serve();
         for Served { number, replies, .. } in &served {
             if let Some(connection) = &mut self.connections[*number]
                 && !may_send
@@ -449,6 +426,7 @@ impl Worker {
         ready: &[usize],
         inputs: &'p [Vec<u8>],
         context: &Context<'p>,
+        is_fenced: bool,
     ) -> Vec<(usize, usize)> {
         let mut served = Vec::with_capacity(ready.len());
         for (number, input) in ready.iter().zip(inputs) {
@@ -458,7 +436,7 @@ impl Worker {
                 && !peer.stream.has_backlog()
             {
                 used = peer.serve(input, context, &mut replies);
-                if self.common.connector.may_serve() {
+                if is_fenced || self.common.connector.may_serve() {
                     peer.stream.send(&replies.parts());
                 } else {
                     peer.stream.is_ended = true;

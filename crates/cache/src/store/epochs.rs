@@ -4,10 +4,14 @@
 //! each item. What is unlinked is retired in the current epoch, and the epoch advances. No thread
 //! can see it any more when all pinned threads have pinned a later epoch.
 
+use std::cell::Cell;
+
 use super::sync::{AtomicU64, Ordering, fence};
 
 /// A thread that has pinned no epoch.
 const UNPINNED: u64 = u64::MAX;
+/// The end of the time in which a thread may serve, if it has none.
+pub const NO_END_US: u64 = u64::MAX;
 
 /// A thread's epoch, on a cache line of its own.
 #[derive(Debug)]
@@ -25,6 +29,9 @@ pub struct Epochs {
 #[derive(Debug)]
 pub struct Pin<'a> {
     pinned: &'a AtomicU64,
+    /// The end of the time in which the thread may serve, in microseconds since the start of the
+    /// machine; 0 if it may serve nothing.
+    serves_until_us: Cell<u64>,
 }
 
 impl Epochs {
@@ -47,7 +54,7 @@ impl Epochs {
         // The pin must be visible before this thread reads the index. With the fence in `retire`,
         // either the other thread sees the pin, or this thread sees what the other has unlinked.
         fence(Ordering::SeqCst);
-        Pin { pinned }
+        Pin { pinned, serves_until_us: Cell::new(NO_END_US) }
     }
 
     /// Begins a new epoch; returns the one in which the caller's unlinked memory is retired.
@@ -62,6 +69,19 @@ impl Epochs {
         fence(Ordering::SeqCst);
         let oldest = self.pinned.iter().map(|thread| thread.0.load(Ordering::Acquire)).min();
         oldest.unwrap_or(UNPINNED)
+    }
+}
+
+impl Pin<'_> {
+    /// Lets the thread serve until this time since the start of the machine, in microseconds;
+    /// returns the end before.
+    pub fn serve_until(&self, end_us: u64) -> u64 {
+        self.serves_until_us.replace(end_us)
+    }
+
+    /// The end of the time in which the thread may serve: [`NO_END_US`], or 0 for nothing.
+    pub fn serves_until_us(&self) -> u64 {
+        self.serves_until_us.get()
     }
 }
 

@@ -332,6 +332,7 @@ impl Store {
             let bytes = match not_now {
                 NotNow::NoRoom(NoRoom { bytes }) => bytes,
                 NotNow::Fetching => return Err(Refusal::Fetching),
+                NotNow::Late => return Err(Refusal::Elsewhere(partition.number())),
                 NotNow::ChainFull => return Err(Refusal::Full),
             };
             if self.waits_for_pool(bytes) {
@@ -345,6 +346,7 @@ impl Store {
             }
             write().map_err(|not_now| match not_now {
                 NotNow::ChainFull => Refusal::Full,
+                NotNow::Late => Refusal::Elsewhere(partition.number()),
                 NotNow::NoRoom(_) | NotNow::Fetching => Refusal::Later,
             })
         });
@@ -466,9 +468,10 @@ impl Store {
         }
     }
 
-    /// Makes all items of a partition disappear; returns false if it is not here.
-    pub fn flush(&self, partition: usize) -> bool {
-        self.partitions[partition].flush(&self.shared)
+    /// Makes all items of a partition disappear; returns false if it is not here, or the time is
+    /// over in which the thread may serve.
+    pub fn flush(&self, pin: &Pin<'_>, partition: usize) -> bool {
+        self.partitions[partition].flush(&self.shared, pin)
     }
 
     /// Makes all items of a partition disappear in this second; 0 takes that back.

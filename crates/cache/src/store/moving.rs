@@ -48,20 +48,6 @@ impl Drop for Reservation<'_> {
 }
 
 impl Store {
-    /// Where the partition of a key with this hash is.
-    #[inline]
-    #[must_use]
-    pub fn presence(&self, hash: u64) -> Presence {
-        self.partition_of(hash).presence()
-    }
-
-    /// Whether requests for a key with this hash are served here.
-    #[inline]
-    #[must_use]
-    pub fn is_here(&self, hash: u64) -> bool {
-        self.partition_of(hash).is_here()
-    }
-
     /// Gives all partitions up, in a store that was just made: they are to come from elsewhere.
     pub fn begin_absent(&self) {
         for partition in &self.partitions {

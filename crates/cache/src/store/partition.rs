@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::overflow::Candidates;
-use super::epochs::Pin;
+use super::epochs::{NO_END_US, Pin};
 use super::index::{Found, Guess, Index, Search};
 use super::item::{self, Header, Item, States};
 use super::layout::Layout;
@@ -26,6 +26,7 @@ use super::runs::{Queue, RunEntry, RunState, SharedMemory};
 use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
+use crate::clock::boot_us;
 
 /// No run.
 const NO_SEQUENCE: u64 = u64::MAX;
@@ -94,6 +95,8 @@ pub enum NotNow {
     NoRoom(NoRoom),
     /// An item in the pool may be the one, and is being fetched.
     Fetching,
+    /// The time is over in which the thread may serve.
+    Late,
     /// The index has no room for the key beside those with nearly the same hash, and none of them
     /// may be evicted.
     ChainFull,
@@ -184,12 +187,12 @@ impl Partition {
     pub fn look_up<'p>(
         &'p self,
         shared: &Shared,
-        _pin: &'p Pin<'_>,
+        pin: &'p Pin<'_>,
         key: Key<'_>,
         now_s: u32,
         counts: bool,
     ) -> Result<Item<'p>, Absent> {
-        if !self.is_here() {
+        if !self.is_here() || pin.serves_until_us() == 0 {
             return Err(Absent::Elsewhere(self.number));
         }
         let now_s = self.shift.to_partition(now_s);
@@ -266,11 +269,12 @@ impl Partition {
     /// of what was stored, or 0.
     ///
     /// # Errors
-    /// If memory must be freed first. `decide` may have been called; nothing has changed.
+    /// If memory must be freed first, or the time is over in which the thread may serve. `decide`
+    /// may have been called; nothing has changed.
     pub fn update<'p, 'c>(
         &'p self,
         shared: &Shared,
-        _pin: &'p Pin<'_>,
+        pin: &'p Pin<'_>,
         key: Key<'_>,
         now_s: u32,
         replaces: bool,
@@ -278,6 +282,9 @@ impl Partition {
     ) -> Result<u64, NotNow> {
         let now_s = self.shift.to_partition(now_s);
         let mut inner = self.lock();
+        if !may_change(pin) {
+            return Err(NotNow::Late);
+        }
         let candidates = Candidates::default();
         let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
         if found.is_none() && !candidates.borrow().is_empty() {
@@ -414,10 +421,10 @@ impl Partition {
         self.lock_here().is_some_and(|mut inner| inner.log.collect(shared))
     }
 
-    /// Makes all items disappear; returns false if the partition is not here. Their memory is freed
-    /// later.
-    pub fn flush(&self, shared: &Shared) -> bool {
-        let inner = self.lock_here();
+    /// Makes all items disappear; returns false if the partition is not here, or the time is over
+    /// in which the thread may serve. Their memory is freed later.
+    pub fn flush(&self, shared: &Shared, pin: &Pin<'_>) -> bool {
+        let inner = self.lock_here().filter(|_| may_change(pin));
         inner.map(|mut inner| inner.log.flush(shared)).is_some()
     }
 
@@ -568,6 +575,15 @@ impl Partition {
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether a thread may change items. Must be called with the partition's lock held: a change that
+/// is acknowledged after the end of the time is made after this one then.
+fn may_change(pin: &Pin<'_>) -> bool {
+    match pin.serves_until_us() {
+        NO_END_US => true,
+        end_us => boot_us() < end_us,
     }
 }
 

@@ -77,7 +77,7 @@ pub enum Refusal {
     Later,
     /// There is no memory, and none can be freed.
     Full,
-    /// The partition with this number is not here.
+    /// The partition with this number is not here, or the thread may not serve it now.
     Elsewhere(usize),
     /// An item in the pool may be the one, and is being fetched.
     Fetching,

@@ -87,7 +87,7 @@ fn a_store_without_evictions_is_a_map() {
         }
     }
     assert_eq!(store.removed().evicted, 0);
-    (0..store.partitions().len()).for_each(|partition| assert!(store.flush(partition)));
+    (0..store.partitions().len()).for_each(|partition| assert!(store.flush(&store.pin(0), partition)));
     assert!(expected.keys().all(|key| get(&store, key, now_s).is_none()));
     for _ in 0..20 {
         store.expire(now_s);
@@ -296,7 +296,7 @@ fn threads_see_whole_values_while_others_are_evicted() {
     assert!(hits.iter().all(|hits| *hits > 300), "{hits:?}");
     assert!(store.removed().evicted > 2000);
     let content = store.content();
-    (0..store.partitions().len()).for_each(|partition| assert!(store.flush(partition)));
+    (0..store.partitions().len()).for_each(|partition| assert!(store.flush(&store.pin(0), partition)));
     for _ in 0..50 {
         store.expire(1);
         drop(store.pin(0));

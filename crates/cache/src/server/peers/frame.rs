@@ -12,7 +12,7 @@ use crate::store::presence::Place;
 /// Bytes of the description of an entry: kind, partition, length.
 const ENTRY_BYTES: usize = 1 + 4 + 4;
 /// Bytes of an answer before the lengths of the replies.
-pub const ANSWER_HEAD_BYTES: usize = 4 + 8 + 2 + 2 + 1 + 4 + 2 + 8;
+pub const ANSWER_HEAD_BYTES: usize = 4 + 8 + 8 + 2 + 2 + 1 + 4 + 2 + 8;
 /// Bytes of the length of a reply.
 pub const REPLY_LEN_BYTES: usize = 4;
 /// Bytes that are received at a time.
@@ -21,6 +21,9 @@ pub const LINK_INPUT_BYTES: usize = 64 << 10;
 pub const ENTRIES_MAX: usize = 64;
 /// Longest frame and longest answer, in bytes after the length.
 pub const FRAME_BYTES_MAX: usize = (1 << 31) - 1;
+
+/// Offset of the time in a frame until which it may be served.
+const SERVE_UNTIL_OFFSET: usize = 4 + 8;
 
 const KIND_TEXT: u8 = 0;
 const KIND_BINARY: u8 = 1;
@@ -32,6 +35,8 @@ const END_DONE: u8 = 0;
 const END_AGAIN: u8 = 1;
 const END_MOVED: u8 = 2;
 const END_MALFORMED: u8 = 3;
+const END_LATE: u8 = 4;
+const END_UNAVAILABLE: u8 = 5;
 
 mutations! {
     /// Checks of frames that their fuzz target leaves out on purpose.
@@ -45,15 +50,18 @@ mutations! {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Malformed;
 
-/// Appends a frame.
+/// Appends a frame. [`set_serve_until`] says until when it may be served. If it `waits`, the
+/// receiver waits for partitions that are about to come or to leave.
 ///
 /// # Panics
 /// If there are more than [`ENTRIES_MAX`] entries, or more than [`FRAME_BYTES_MAX`] bytes.
-pub fn push_frame(out: &mut Vec<u8>, number: u64, entries: &[(usize, Task<'_>)]) {
+pub fn push_frame(out: &mut Vec<u8>, number: u64, waits: bool, entries: &[(usize, Task<'_>)]) {
     assert!(entries.len() <= ENTRIES_MAX, "{} entries in a frame", entries.len());
     let start = out.len();
     out.extend_from_slice(&[0; 4]);
     out.extend_from_slice(&number.to_le_bytes());
+    out.extend_from_slice(&[0; 8]);
+    out.push(u8::from(waits));
     out.extend_from_slice(&u16::try_from(entries.len()).expect("few entries").to_le_bytes());
     let mut seconds = Vec::new();
     for (partition, task) in entries {
@@ -83,6 +91,11 @@ pub fn push_frame(out: &mut Vec<u8>, number: u64, entries: &[(usize, Task<'_>)])
     set_len(out, start);
 }
 
+/// Sets the time of the receiver until which a frame may be served, in microseconds.
+pub fn set_serve_until(frame: &mut [u8], until_us: u64) {
+    frame[SERVE_UNTIL_OFFSET..SERVE_UNTIL_OFFSET + 8].copy_from_slice(&until_us.to_le_bytes());
+}
+
 fn set_len(out: &mut [u8], start: usize) {
     let len = out.len() - start - 4;
     assert!(len <= FRAME_BYTES_MAX, "a frame of {len} bytes");
@@ -107,6 +120,11 @@ pub fn complete_len(input: &[u8]) -> Result<Option<usize>, Malformed> {
 pub struct Frame<'a> {
     /// The number by which the answer names it.
     pub number: u64,
+    /// The time of the receiver after which nothing of the frame may be done any more, in
+    /// microseconds since the start of its machine.
+    pub until_us: u64,
+    /// Whether the receiver waits for partitions that are about to come or to leave.
+    pub waits: bool,
     /// Partitions, and what is to be done there.
     pub entries: Vec<(usize, Task<'a>)>,
 }
@@ -119,7 +137,12 @@ impl<'a> Frame<'a> {
     pub fn read(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let mut reader = Reader(bytes);
         reader.next(4)?;
-        let number = reader.u64()?;
+        let (number, until_us) = (reader.u64()?, reader.u64()?);
+        let waits = match reader.u8()? {
+            0 => false,
+            1 => true,
+            _ => return Err(Malformed),
+        };
         let count = usize::from(reader.u16()?);
         if count > ENTRIES_MAX {
             return Err(Malformed);
@@ -143,7 +166,7 @@ impl<'a> Frame<'a> {
             entries.push((partition, task));
         }
         let is_whole = reader.0.is_empty() || Mutation::AcceptRest.is_active();
-        if is_whole { Ok(Self { number, entries }) } else { Err(Malformed) }
+        if is_whole { Ok(Self { number, until_us, waits, entries }) } else { Err(Malformed) }
     }
 }
 
@@ -158,11 +181,23 @@ pub enum AnswerEnd {
     Moved(usize, Place),
     /// The next entry is not what one may be.
     Malformed,
+    /// The time was over in which the rest could be done.
+    Late,
+    /// The server may not answer for the partition of the next entry at present, and does not wait
+    /// any longer.
+    Unavailable,
 }
 
-/// The part of an answer before the replies. `done` entries are done, and these are the lengths of
-/// their replies; there is one for each entry of the frame.
-pub fn answer_head(number: u64, done: usize, end: AnswerEnd, lens: &[u32], replies: usize) -> Vec<u8> {
+/// The part of an answer before the replies, with the time of the server that answers. `done`
+/// entries are done, and these are the lengths of their replies; there is one for each entry of the
+/// frame.
+pub fn answer_head(
+    (number, clock_us): (u64, u64),
+    done: usize,
+    end: AnswerEnd,
+    lens: &[u32],
+    replies: usize,
+) -> Vec<u8> {
     let mut head = Vec::with_capacity(ANSWER_HEAD_BYTES + lens.len() * REPLY_LEN_BYTES);
     let total = ANSWER_HEAD_BYTES - 4 + lens.len() * REPLY_LEN_BYTES + replies;
     let (kind, partition, place) = match end {
@@ -170,10 +205,13 @@ pub fn answer_head(number: u64, done: usize, end: AnswerEnd, lens: &[u32], repli
         AnswerEnd::Again => (END_AGAIN, 0, None),
         AnswerEnd::Moved(partition, place) => (END_MOVED, partition, Some(place)),
         AnswerEnd::Malformed => (END_MALFORMED, 0, None),
+        AnswerEnd::Late => (END_LATE, 0, None),
+        AnswerEnd::Unavailable => (END_UNAVAILABLE, 0, None),
     };
     let Place { server, generation } = place.unwrap_or(Place { server: 0, generation: 0 });
     head.extend_from_slice(&u32::try_from(total).expect("below 2 GiB").to_le_bytes());
     head.extend_from_slice(&number.to_le_bytes());
+    head.extend_from_slice(&clock_us.to_le_bytes());
     head.extend_from_slice(&u16::try_from(lens.len()).expect("few entries").to_le_bytes());
     head.extend_from_slice(&u16::try_from(done).expect("few entries").to_le_bytes());
     head.push(kind);
@@ -191,6 +229,8 @@ pub fn answer_head(number: u64, done: usize, end: AnswerEnd, lens: &[u32], repli
 pub struct Answer<'a> {
     /// The number of the frame.
     pub number: u64,
+    /// The time of the server that has answered, in microseconds since the start of its machine.
+    pub clock_us: u64,
     /// The replies to the entries that are done.
     pub replies: Vec<&'a [u8]>,
     /// Why it ends there.
@@ -205,7 +245,7 @@ impl<'a> Answer<'a> {
     pub fn read(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let mut reader = Reader(bytes);
         reader.next(4)?;
-        let number = reader.u64()?;
+        let (number, clock_us) = (reader.u64()?, reader.u64()?);
         let (count, done) = (usize::from(reader.u16()?), usize::from(reader.u16()?));
         let kind = reader.u8()?;
         let partition = reader.u32()? as usize;
@@ -215,6 +255,8 @@ impl<'a> Answer<'a> {
             END_AGAIN => AnswerEnd::Again,
             END_MOVED => AnswerEnd::Moved(partition, place),
             END_MALFORMED => AnswerEnd::Malformed,
+            END_LATE => AnswerEnd::Late,
+            END_UNAVAILABLE => AnswerEnd::Unavailable,
             _ => return Err(Malformed),
         };
         if done > count || count > ENTRIES_MAX {
@@ -225,7 +267,7 @@ impl<'a> Answer<'a> {
         for _ in 0..done {
             replies.push(reader.next(lens.u32()? as usize)?);
         }
-        if reader.0.is_empty() { Ok(Self { number, replies, end }) } else { Err(Malformed) }
+        if reader.0.is_empty() { Ok(Self { number, clock_us, replies, end }) } else { Err(Malformed) }
     }
 }
 
@@ -273,8 +315,9 @@ mod tests {
             (4, Task::Delete(b"k")),
         ];
         let mut bytes = Vec::new();
-        push_frame(&mut bytes, 7, &tasks);
-        let mut expected = vec![58, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 4, 0];
+        push_frame(&mut bytes, 7, true, &tasks);
+        set_serve_until(&mut bytes, 9);
+        let mut expected = vec![67, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 1, 4, 0];
         for (kind, partition, len) in [(0, 1, 7), (2, 2, 4), (3, 3, 0), (4, 4, 1)] {
             expected.extend([kind, partition, 0, 0, 0, len, 0, 0, 0]);
         }
@@ -283,26 +326,27 @@ mod tests {
         assert_eq!(complete_len(&bytes), Ok(Some(bytes.len())));
         assert_eq!(complete_len(&bytes[..bytes.len() - 1]), Ok(None));
         let frame = Frame::read(&bytes).unwrap();
-        assert_eq!((frame.number, &frame.entries[..]), (7, &tasks[..]));
+        assert_eq!((frame.number, frame.until_us, frame.waits, &frame.entries[..]), (7, 9, true, &tasks[..]));
         for len in 0..bytes.len() {
             assert!(Frame::read(&bytes[..len]).is_err());
         }
         // A task without bytes has none: the key of the last entry becomes its own.
-        (bytes[37], bytes[46]) = (1, 0);
+        (bytes[46], bytes[55]) = (1, 0);
         assert!(Frame::read(&bytes).is_err());
     }
 
     #[test]
     fn golden_answer() {
         let place = Place { server: 3, generation: 5 };
-        let head = answer_head(7, 1, AnswerEnd::Moved(9, place), &[4, 0], 4);
+        let head = answer_head((7, 8), 1, AnswerEnd::Moved(9, place), &[4, 0], 4);
         let bytes = [&head[..], b"END\n"].concat();
-        let mut expected = vec![39, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 2, 0, 1, 0, 2, 9, 0, 0, 0, 3, 0];
+        let mut expected = vec![47, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0];
+        expected.extend([2, 0, 1, 0, 2, 9, 0, 0, 0, 3, 0]);
         expected.extend([5, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0]);
         expected.extend(b"END\n");
         assert_eq!(bytes, expected);
         let answer = Answer::read(&bytes).unwrap();
-        assert_eq!((answer.number, &answer.replies[..]), (7, &[&b"END\n"[..]][..]));
+        assert_eq!((answer.number, answer.clock_us, &answer.replies[..]), (7, 8, &[&b"END\n"[..]][..]));
         assert_eq!(answer.end, AnswerEnd::Moved(9, place));
         for len in 0..bytes.len() {
             assert!(Answer::read(&bytes[..len]).is_err());

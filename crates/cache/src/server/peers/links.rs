@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::mem;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::frame::{self, Answer, AnswerEnd};
+use super::peer_clock::PeerClock;
 use super::{Connector, PeerSocket};
 use crate::commands::elsewhere::Task;
 use crate::server::dealing::WorkerHandle;
@@ -13,6 +15,9 @@ use crate::server::stream::Stream;
 
 /// Bytes that wait to be sent to a server beyond which nothing more is forwarded to it.
 const OUTGOING_MAX: usize = 4 << 20;
+/// Bytes that a link sends in a millisecond at least. The time of a frame is longer by the time of
+/// sending it and what is queued before it.
+const BYTES_PER_MS: usize = 10_000;
 
 /// A client's connection that waits for an answer: its place among those of the worker, and its
 /// serial number, because places are used again.
@@ -24,15 +29,27 @@ pub struct Waiter {
     pub serial: u64,
 }
 
-/// What has become of a frame.
+/// The end of a frame.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FrameEnd {
-    /// It was answered: the replies to the entries that are done, and why no more are.
+    /// The server has answered: the replies to the entries that are done, and why no more are.
     Answered(Vec<Vec<u8>>, AnswerEnd),
     /// Nothing of it was done: the server cannot be reached.
     NotSent,
-    /// The connection was lost. What was done is unknown.
+    /// The connection was lost. What was done is unknown, and more may be done until the frame's
+    /// time is over.
     Lost,
+    /// The time of the frame is over. What was done is unknown, and no more will be.
+    Expired,
+}
+
+/// A frame that is to be sent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Forwarded {
+    /// The number of the frame.
+    pub number: u64,
+    /// When its time is over.
+    pub ends: Instant,
 }
 
 /// The links of a worker, by the number of the server.
@@ -40,6 +57,8 @@ pub enum FrameEnd {
 pub struct Links {
     worker: Arc<WorkerHandle>,
     connector: Arc<dyn Connector>,
+    /// Time without bytes of a server after which frames expire whose time is over.
+    timeout: Duration,
     links: BTreeMap<u16, Link>,
     next_number: u64,
 }
@@ -49,54 +68,155 @@ pub struct Links {
 struct Link {
     /// Not there until the server has answered.
     stream: Option<Stream>,
+    /// A connection is being made.
+    connects: bool,
     input: Vec<u8>,
     /// Frames that are yet to be sent.
-    outgoing: Vec<u8>,
-    flights: BTreeMap<u64, Waiter>,
+    queued: Vec<QueuedFrame>,
+    flights: BTreeMap<u64, Flight>,
+    clock: PeerClock,
+    /// When bytes of the server have arrived last.
+    heard: Option<Instant>,
+    /// The last attempt to connect has failed, or a frame has expired and no bytes have arrived
+    /// since.
+    is_silent: bool,
     waits_to_send: bool,
 }
 
-/// What the epoll of a worker is to wait for.
+#[derive(Debug)]
+struct QueuedFrame {
+    forwarded: Forwarded,
+    bytes: Vec<u8>,
+}
+
+/// A frame that is not answered.
+#[derive(Clone, Copy, Debug)]
+struct Flight {
+    waiter: Waiter,
+    ends: Instant,
+}
+
+/// The kind of event at a link for which a worker waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Interest {
-    /// What arrives.
+    /// Bytes that arrive.
     Receive,
     /// Room to send.
     Send,
 }
 
-impl Links {
-    /// No links.
-    pub fn new(worker: Arc<WorkerHandle>, connector: Arc<dyn Connector>) -> Self {
-        Self { worker, connector, links: BTreeMap::new(), next_number: 0 }
+impl Link {
+    /// Bytes that wait to be sent.
+    fn outgoing(&self) -> usize {
+        let queued: usize = self.queued.iter().map(|frame| frame.bytes.len()).sum();
+        queued + self.stream.as_ref().map_or(0, Stream::backlog_bytes)
     }
 
-    /// Has a frame sent at the end of the turn; returns its number. `None` if too much waits to be
-    /// sent.
-    pub fn forward(&mut self, server: u16, waiter: Waiter, entries: &[(usize, Task<'_>)]) -> Option<u64> {
-        let link = self.links.entry(server).or_insert_with(|| {
-            self.connector.connect(server, Arc::clone(&self.worker));
-            Link::default()
+    /// Gives the connection up. Calls `end` for all frames.
+    fn lose(&mut self, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
+        let link = mem::replace(self, Self { is_silent: true, ..Self::default() });
+        for (number, flight) in link.flights {
+            let is_queued = link.queued.iter().any(|frame| frame.forwarded.number == number);
+            end(number, flight.waiter, if is_queued { FrameEnd::NotSent } else { FrameEnd::Lost });
+        }
+    }
+
+    /// Reads the answers that have arrived completely; returns whether the server keeps to the
+    /// protocol.
+    fn read_answers(&mut self, now: Instant, mut end: impl FnMut(u64, Waiter, FrameEnd)) -> bool {
+        let mut at = 0;
+        let is_well = loop {
+            match frame::complete_len(&self.input[at..]) {
+                Ok(Some(len)) => {
+                    let Ok(answer) = Answer::read(&self.input[at..at + len]) else { break false };
+                    at += len;
+                    self.clock.note(answer.clock_us, now);
+                    // One that has expired is awaited no more.
+                    if let Some(flight) = self.flights.remove(&answer.number) {
+                        let replies = answer.replies.iter().map(|reply| reply.to_vec()).collect();
+                        end(answer.number, flight.waiter, FrameEnd::Answered(replies, answer.end));
+                    }
+                }
+                Ok(None) => break true,
+                Err(frame::Malformed) => break false,
+            }
+        };
+        self.input.drain(..at);
+        is_well
+    }
+
+    /// Ends the frames whose time is over, unless the server is sending.
+    fn expire(&mut self, now: Instant, timeout: Duration, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
+        if self.heard.is_some_and(|heard| now < heard + timeout) {
+            return;
+        }
+        let is_over = |flight: &Flight| now >= flight.ends;
+        self.is_silent |= self.flights.values().any(is_over);
+        self.queued.retain(|frame| now < frame.forwarded.ends);
+        self.flights.retain(|number, flight| {
+            if is_over(flight) {
+                end(*number, flight.waiter, FrameEnd::Expired);
+            }
+            !is_over(flight)
         });
-        if link.outgoing.len() > OUTGOING_MAX {
+    }
+}
+
+impl Links {
+    /// No links. A frame is answered within `timeout`, or as long as the server is sending.
+    pub fn new(worker: Arc<WorkerHandle>, connector: Arc<dyn Connector>, timeout: Duration) -> Self {
+        Self { worker, connector, timeout, links: BTreeMap::new(), next_number: 0 }
+    }
+
+    /// Whether a server does not answer, as far as is known.
+    pub fn is_silent(&self, server: u16) -> bool {
+        self.links.get(&server).is_some_and(|link| link.is_silent)
+    }
+
+    /// Queues a frame, which is sent at the end of the turn. Its time is over at `end` if it is
+    /// short. If it `waits`, the server waits for partitions. `None` if too much is to be sent.
+    pub fn forward(
+        &mut self,
+        server: u16,
+        waiter: Waiter,
+        entries: &[(usize, Task<'_>)],
+        end: Instant,
+        waits: bool,
+    ) -> Option<Forwarded> {
+        let link = self.links.entry(server).or_default();
+        if link.stream.is_none() && !mem::replace(&mut link.connects, true) {
+            self.connector.connect(server, Arc::clone(&self.worker));
+        }
+        if link.outgoing() > OUTGOING_MAX {
             return None;
         }
         self.next_number += 1;
-        frame::push_frame(&mut link.outgoing, self.next_number, entries);
-        link.flights.insert(self.next_number, waiter);
-        Some(self.next_number)
+        let mut bytes = Vec::new();
+        frame::push_frame(&mut bytes, self.next_number, waits, entries);
+        // Nothing is being sent to a silent server.
+        let queued = if link.is_silent { 0 } else { link.outgoing() };
+        let sending_ms = ((queued + bytes.len()) / BYTES_PER_MS) as u64;
+        let ends = end + Duration::from_millis(sending_ms);
+        let forwarded = Forwarded { number: self.next_number, ends };
+        link.queued.push(QueuedFrame { forwarded, bytes });
+        link.flights.insert(self.next_number, Flight { waiter, ends });
+        Some(forwarded)
     }
 
     /// A server can be reached, or cannot, or has ended. Returns the frames that end by that.
     pub fn connected(&mut self, server: u16, socket: Option<PeerSocket>) -> Vec<(u64, Waiter, FrameEnd)> {
-        let Some(link) = self.links.get_mut(&server) else { return Vec::new() };
-        if let Some(socket) = socket {
-            link.stream = Some(socket.into_stream());
-            return Vec::new();
+        let mut ends = Vec::new();
+        let Some(link) = self.links.get_mut(&server) else { return ends };
+        match socket {
+            Some(socket) if link.stream.is_none() => {
+                (link.connects, link.is_silent) = (false, false);
+                link.stream = Some(socket.into_stream());
+            }
+            // Another one was made meanwhile.
+            Some(_) => {}
+            None => link.lose(|number, waiter, end| ends.push((number, waiter, end))),
         }
-        let Some(link) = self.links.remove(&server) else { return Vec::new() };
-        let end = if link.stream.is_some() { FrameEnd::Lost } else { FrameEnd::NotSent };
-        link.flights.into_iter().map(|(number, waiter)| (number, waiter, end.clone())).collect()
+        ends
     }
 
     /// The descriptor of a link.
@@ -104,57 +224,51 @@ impl Links {
         self.links.get(&server).and_then(|link| link.stream.as_ref()).map(AsFd::as_fd)
     }
 
+    /// Whether frames are not answered yet.
+    pub fn has_flights(&self) -> bool {
+        self.links.values().any(|link| !link.flights.is_empty())
+    }
+
     /// Receives from a server, or sends what it did not take before. Calls `end` for each frame
     /// that has ended.
-    pub fn on_event(&mut self, server: u16, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
+    pub fn on_event(&mut self, server: u16, now: Instant, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
         let Some(link) = self.links.get_mut(&server) else { return };
         let Some(stream) = &mut link.stream else { return };
         stream.send_backlog();
         link.input.reserve(frame::LINK_INPUT_BYTES);
-        stream.receive(&mut link.input);
-        let mut is_broken = stream.is_ended;
-        let mut at = 0;
-        loop {
-            match frame::complete_len(&link.input[at..]) {
-                Ok(Some(len)) => {
-                    let Ok(answer) = Answer::read(&link.input[at..at + len]) else {
-                        is_broken = true;
-                        break;
-                    };
-                    at += len;
-                    if let Some(waiter) = link.flights.remove(&answer.number) {
-                        let replies = answer.replies.iter().map(|reply| reply.to_vec()).collect();
-                        end(answer.number, waiter, FrameEnd::Answered(replies, answer.end));
-                    }
-                }
-                Ok(None) => break,
-                Err(frame::Malformed) => {
-                    is_broken = true;
-                    break;
-                }
-            }
+        let received = stream.receive(&mut link.input);
+        let is_ended = stream.is_ended;
+        if received > 0 {
+            (link.heard, link.is_silent) = (Some(now), false);
         }
-        link.input.drain(..at);
-        if is_broken {
-            self.lose(server, end);
+        if !link.read_answers(now, &mut end) || is_ended {
+            link.lose(end);
         }
+    }
+
+    /// Ends the frames whose time is over. Calls `end` for each of them.
+    pub fn expire(&mut self, now: Instant, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
+        self.links.values_mut().for_each(|link| link.expire(now, self.timeout, &mut end));
     }
 
     /// Sends the frames of a turn. Calls `end` for each frame that has ended, and `wait` for links
     /// whose interest has changed.
     pub fn send(
         &mut self,
+        now: Instant,
         mut wait: impl FnMut(u16, BorrowedFd<'_>, Interest),
         mut end: impl FnMut(u64, Waiter, FrameEnd),
     ) {
-        let mut lost = Vec::new();
         for (server, link) in &mut self.links {
             let Some(stream) = &mut link.stream else { continue };
-            if !stream.has_backlog() && !link.outgoing.is_empty() {
-                let outgoing = mem::take(&mut link.outgoing);
-                stream.send(&[&outgoing]);
-                link.outgoing = outgoing;
-                link.outgoing.clear();
+            if !stream.has_backlog() && !link.queued.is_empty() {
+                for frame in &mut link.queued {
+                    let until_us = link.clock.serve_until(frame.forwarded.ends, now);
+                    frame::set_serve_until(&mut frame.bytes, until_us);
+                }
+                let parts: Vec<&[u8]> = link.queued.iter().map(|frame| &frame.bytes[..]).collect();
+                stream.send(&parts);
+                link.queued.clear();
             }
             if link.waits_to_send != stream.has_backlog() {
                 link.waits_to_send = stream.has_backlog();
@@ -165,16 +279,8 @@ impl Links {
                 );
             }
             if stream.is_broken {
-                lost.push(*server);
+                link.lose(&mut end);
             }
-        }
-        lost.into_iter().for_each(|server| self.lose(server, &mut end));
-    }
-
-    fn lose(&mut self, server: u16, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
-        let Some(link) = self.links.remove(&server) else { return };
-        for (number, waiter) in link.flights {
-            end(number, waiter, FrameEnd::Lost);
         }
     }
 }

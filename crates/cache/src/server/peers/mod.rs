@@ -2,11 +2,16 @@
 //!
 //! - [`frame`]: the bytes. [`links`]: frames that a worker sends, and their answers.
 //! - [`serving`]: frames of others that a worker serves.
-//! - [`waiting`]: what a client's connection waits for, whose request is elsewhere.
+//! - [`waiting`]: the state of a client's connection whose request is elsewhere. [`parts`]: a
+//!   request that was divided. [`wait_policy`]: when a request ends that waits.
+//! - [`peer_clock`]: until when another server may serve a frame.
 
 pub mod frame;
 pub mod links;
+pub mod parts;
+pub mod peer_clock;
 pub mod serving;
+pub mod wait_policy;
 pub mod waiting;
 
 use std::fmt;
@@ -43,7 +48,7 @@ pub trait Connector: fmt::Debug + Send + Sync {
     /// [`WorkerHandle::deal_link`].
     fn connect(&self, server: u16, worker: Arc<WorkerHandle>);
 
-    /// Whether this server may serve: its lease lasts.
+    /// Whether this server may serve its partitions: its lease lasts.
     fn may_serve(&self) -> bool {
         true
     }

@@ -4,7 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use super::PeerSocket;
 use super::frame::{self, ANSWER_HEAD_BYTES, AnswerEnd, Frame, REPLY_LEN_BYTES};
-use crate::commands::elsewhere::{self, EntryEnd, Task};
+use crate::clock::boot_us;
+use crate::commands::elsewhere::{self, EntryEnd};
 use crate::commands::{Context, REPLIES_MAX, Replies};
 use crate::server::stream::Stream;
 use crate::store::presence::Presence;
@@ -105,10 +106,11 @@ impl PeerConnection {
         buffer.resize(buffer.len() + head_len, 0);
         let mut lens = vec![0; frame.entries.len()];
         let mut done = 0;
-        match serve_entries(&frame.entries, &mut done, &mut lens, false, context, out) {
+        match serve_frame(&frame, &mut done, &mut lens, false, context, out) {
             Progress::Ends(end) => {
                 let replies = out.len_since(start) - head_len;
-                out.overwrite(start, &frame::answer_head(frame.number, done, end, &lens, replies));
+                let head = frame::answer_head((frame.number, boot_us()), done, end, &lens, replies);
+                out.overwrite(start, &head);
             }
             Progress::Waits { fetches } => {
                 // The frame is kept with what it was replied so far.
@@ -124,18 +126,20 @@ impl PeerConnection {
         self.waiting.retain_mut(|WaitingFrame { bytes, lens, done, replies, fetches }| {
             let Ok(frame) = Frame::read(bytes) else { return false };
             let mut more = Replies::new(Vec::new());
-            let progress = serve_entries(&frame.entries, done, lens, *fetches, context, &mut more);
+            let progress = serve_frame(&frame, done, lens, *fetches, context, &mut more);
             for part in more.parts() {
                 replies.extend_from_slice(part);
             }
             let end = match progress {
+                // It has waited for its partition all the time.
+                Progress::Ends(AnswerEnd::Late) if !*fetches => AnswerEnd::Unavailable,
                 Progress::Ends(end) => end,
                 Progress::Waits { fetches: now } => {
                     *fetches = now;
                     return true;
                 }
             };
-            out.push(&frame::answer_head(frame.number, *done, end, lens, replies.len()));
+            out.push(&frame::answer_head((frame.number, boot_us()), *done, end, lens, replies.len()));
             out.push(replies);
             false
         });
@@ -152,10 +156,31 @@ impl PeerConnection {
     }
 }
 
+/// Serves a frame until its time is over: its sender has ended the requests then, and a change must
+/// not follow newer ones.
+fn serve_frame<'p>(
+    frame: &Frame<'p>,
+    done: &mut usize,
+    lens: &mut [u32],
+    fetched: bool,
+    context: &Context<'p>,
+    out: &mut Replies<'p>,
+) -> Progress {
+    if boot_us() >= frame.until_us {
+        return Progress::Ends(AnswerEnd::Late);
+    }
+    let pin = context.access.pin;
+    let before_us = pin.serves_until_us();
+    pin.serve_until(before_us.min(frame.until_us));
+    let progress = serve_entries(frame, done, lens, fetched, context, out);
+    pin.serve_until(before_us);
+    progress
+}
+
 /// Serves entries from the first one that is not done on, which has fetched an item of the pool if
 /// `fetched`.
 fn serve_entries<'p>(
-    entries: &[(usize, Task<'p>)],
+    frame: &Frame<'p>,
     done: &mut usize,
     lens: &mut [u32],
     fetched: bool,
@@ -164,7 +189,7 @@ fn serve_entries<'p>(
 ) -> Progress {
     let counters = context.access.counters;
     let first = *done;
-    for (at, entry) in entries.iter().enumerate().skip(first) {
+    for (at, entry) in frame.entries.iter().enumerate().skip(first) {
         if out.len() >= REPLIES_MAX {
             return Progress::Ends(AnswerEnd::Again);
         }
@@ -179,14 +204,18 @@ fn serve_entries<'p>(
             }
             EntryEnd::Elsewhere => {
                 out.truncate(mark);
-                let Some(partition) = context.access.store.partitions().get(entry.0) else {
+                if entry.0 >= context.access.store.partitions().len() {
                     return Progress::Ends(AnswerEnd::Malformed);
-                };
-                return match partition.presence() {
+                }
+                return match context.access.presence(entry.0) {
                     Presence::Elsewhere(place) => Progress::Ends(AnswerEnd::Moved(entry.0, place)),
-                    Presence::Here | Presence::Leaving | Presence::Unknown => {
-                        Progress::Waits { fetches: false }
+                    _ if boot_us() >= frame.until_us => Progress::Ends(AnswerEnd::Late),
+                    // It has come in this moment.
+                    Presence::Here => Progress::Ends(AnswerEnd::Again),
+                    Presence::Leaving | Presence::Unknown if !frame.waits => {
+                        Progress::Ends(AnswerEnd::Unavailable)
                     }
+                    Presence::Leaving | Presence::Unknown => Progress::Waits { fetches: false },
                 };
             }
             EntryEnd::NoRoom => {

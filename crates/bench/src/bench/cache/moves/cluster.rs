@@ -83,7 +83,9 @@ impl CacheCluster {
         let state = StateDir::locate(Some(folder.path())).map_err(|error| failed(&error))?;
         write_key(&state)?;
         let directory = start_directory(&program, &state)?;
-        let options = ["--directory", "embedded", "--state"].map(OsString::from);
+        // A pause that is longer than the default is to be measured, too.
+        let options = ["--partition-timeout", "10s", "--directory", "embedded", "--state"];
+        let options = options.map(OsString::from);
         let options = [&options[..], &[folder.path().into()]].concat();
         let settings = Settings { place: Place::All, ..Settings::with_memory(memory_mib) };
         let start = |_| programs.start_with(&programs.all[0], settings, &options);

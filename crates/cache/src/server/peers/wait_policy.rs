@@ -1,0 +1,98 @@
+//! When a request ends that waits for a server of its partition.
+
+use std::time::{Duration, Instant};
+
+/// The time for which no request of a connection waits after one has waited for the whole time.
+pub const AT_ONCE_TIME: Duration = Duration::from_secs(1);
+
+/// When the requests of a connection end that wait for a server of their partition.
+///
+/// The first of them waits for the whole time. After that, requests which would wait end at once
+/// for [`AT_ONCE_TIME`]: a pipeline for a lost partition does not wait once for each request.
+#[derive(Clone, Copy, Debug)]
+pub struct WaitPolicy {
+    timeout: Duration,
+    /// The time since which the next request waits, if it does.
+    began: Option<Instant>,
+    /// The time until which no request waits.
+    at_once_until: Option<Instant>,
+}
+
+impl WaitPolicy {
+    /// A policy by which a request waits for at most `timeout`.
+    pub fn new(timeout: Duration) -> Self {
+        Self { timeout, began: None, at_once_until: None }
+    }
+
+    /// Returns the time until which the next request may wait. It waits since `now`, unless it did
+    /// before.
+    pub fn wait(&mut self, now: Instant) -> Instant {
+        *self.began.get_or_insert(now) + self.timeout
+    }
+
+    /// Whether requests that would wait end at once.
+    pub fn ends_at_once(&self, now: Instant) -> bool {
+        self.at_once_until.is_some_and(|until| now < until)
+    }
+
+    /// Whether the next request has waited for the whole time.
+    pub fn has_waited(&self, now: Instant) -> bool {
+        self.began.is_some_and(|began| now >= began + self.timeout)
+    }
+
+    /// Whether the next request, which would wait, ends.
+    pub fn is_over(&self, now: Instant) -> bool {
+        self.ends_at_once(now) || self.has_waited(now)
+    }
+
+    /// Notes that the next request was served: the one after it has not waited.
+    #[inline]
+    pub fn note_served(&mut self) {
+        self.began = None;
+    }
+
+    /// Notes that the next request has ended without its server.
+    pub fn note_ended(&mut self, now: Instant) {
+        self.began = None;
+        if !self.ends_at_once(now) {
+            self.at_once_until = Some(now + AT_ONCE_TIME);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(100);
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_request_waits_for_the_whole_time() {
+        let (start, mut policy) = (Instant::now(), WaitPolicy::new(TIMEOUT));
+        assert!(!policy.is_over(start), "it has not begun to wait");
+        assert_eq!(policy.wait(start), start + TIMEOUT);
+        assert_eq!(policy.wait(start + 50 * MS), start + TIMEOUT, "it waits since before");
+        assert!(!policy.is_over(start + 99 * MS) && policy.is_over(start + TIMEOUT));
+        policy.note_served();
+        assert!(!policy.is_over(start + TIMEOUT), "the next request has not waited");
+        assert_eq!(policy.wait(start + TIMEOUT), start + 2 * TIMEOUT);
+    }
+
+    #[test]
+    fn requests_end_at_once_for_a_second_after_one_has_waited() {
+        let (start, mut policy) = (Instant::now(), WaitPolicy::new(TIMEOUT));
+        policy.wait(start);
+        policy.note_ended(start + TIMEOUT);
+        let end = start + TIMEOUT + AT_ONCE_TIME;
+        for now in [start + TIMEOUT, start + 2 * TIMEOUT, end - MS] {
+            assert!(policy.ends_at_once(now) && policy.is_over(now));
+            // Those that end at once, and those that are served, do not change when that ends.
+            policy.note_ended(now);
+            policy.note_served();
+        }
+        assert!(!policy.ends_at_once(end) && !policy.is_over(end));
+        assert_eq!(policy.wait(end), end + TIMEOUT);
+        assert!(policy.is_over(end + TIMEOUT));
+    }
+}
