@@ -17,7 +17,8 @@ use crate::embedded::EmbeddedDirectory;
 use crate::model::DirectoryEntry;
 use crate::names::{
     self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, NODES, NodeLife, NodeRecord,
-    REQUESTED_MEMORY, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS, SEGMENT_PROCESSES, SEGMENTS,
+    REQUESTED_MEMORY, RecoveredHosts, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS, SEGMENT_PROCESSES,
+    SEGMENTS,
 };
 use crate::{Directory, KeyOperation, Transaction};
 
@@ -83,6 +84,7 @@ fn golden_keys_and_records() {
     add(&mut golden, "agent", &agent);
     add(&mut golden, "successor", &AgentRecord { is_recovery: true, ..agent });
     add(&mut golden, "next host", &17_u16);
+    add(&mut golden, "recovered hosts", &RecoveredHosts { epochs: [(1, 2), (300, u64::MAX)].into() });
     golden.check();
 }
 

@@ -3,6 +3,8 @@
 //! A record is JSON, so that people can read it.
 //! `docs/formats/directory.md` lists keys and fields; the names of fields in JSON are public.
 
+use std::collections::BTreeMap;
+
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +40,8 @@ pub const SEGMENTS: &str = "segments/";
 pub const CACHES: &str = "caches/";
 /// Prefix of the keys with the memory that nodes are requested to lend.
 pub const REQUESTED_MEMORY: &str = "wanted/";
+/// The key of the hosts that were recovered.
+pub const RECOVERED_HOSTS: &str = "hosts/recovered";
 /// The key of the host number at which the next search for a free number starts.
 const NEXT_HOST: &str = "hosts/next";
 
@@ -281,6 +285,16 @@ pub struct AgentRecord {
     pub is_recovery: bool,
 }
 
+/// The hosts that were recovered, at `hosts/recovered`.
+///
+/// A node that starts later has never seen their epochs. It fences them before it has a record, so
+/// that a process of a recovered host that goes on late cannot allocate there.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct RecoveredHosts {
+    /// By the host's number: the epoch of its last recovery. All smaller epochs have ended.
+    pub epochs: BTreeMap<u16, u64>,
+}
+
 /// Reads a record.
 ///
 /// # Errors
@@ -490,7 +504,6 @@ pub fn finish_recovery(
     if decode::<AgentRecord>(&entry)?.epoch != record.epoch {
         return Err(taken());
     }
-    let compares = vec![Compare::version(&key, entry.version)];
     let holder_operation = if remaining_lives.is_empty() {
         KeyOperation::delete(&holder)
     } else {
@@ -502,11 +515,41 @@ pub fn finish_recovery(
         };
         KeyOperation::put(&holder, encode(&record), None)
     };
-    let operations = vec![holder_operation, KeyOperation::delete(&key)];
-    match directory.transaction(&Transaction { compares, operations })? {
-        TransactionOutcome::Committed { .. } => Ok(()),
-        TransactionOutcome::Conflict { .. } => Err(taken()),
+    for _ in 0..CLAIM_ATTEMPTS_MAX {
+        let (mut recovered, version) = recovered_hosts(directory)?;
+        let last = recovered.epochs.entry(record.host).or_insert(record.epoch);
+        *last = record.epoch.max(*last);
+        let transaction = Transaction {
+            compares: vec![Compare::version(&key, entry.version), Compare::version(RECOVERED_HOSTS, version)],
+            operations: vec![
+                holder_operation.clone(),
+                KeyOperation::delete(&key),
+                KeyOperation::put(RECOVERED_HOSTS, encode(&recovered), None),
+            ],
+        };
+        if directory.transaction(&transaction)?.is_committed() {
+            return Ok(());
+        }
+        // Either the claim has ended, or another recovery has ended.
+        if directory.get(&key)?.is_none_or(|now| now.version != entry.version) {
+            break;
+        }
     }
+    Err(taken())
+}
+
+/// The hosts that were recovered, and the version of their record. A record that is not valid
+/// counts as empty, and the next recovery replaces it.
+///
+/// # Errors
+/// An error of the directory.
+pub fn recovered_hosts(directory: &dyn Directory) -> Result<(RecoveredHosts, u64), DirectoryError> {
+    let Some(entry) = directory.get(RECOVERED_HOSTS)? else { return Ok((RecoveredHosts::default(), 0)) };
+    let hosts = decode(&entry).unwrap_or_else(|error| {
+        tracing::warn!(%error, "ignored the record of recovered hosts");
+        RecoveredHosts::default()
+    });
+    Ok((hosts, entry.version))
 }
 
 /// Claims a free host number, and writes the agent's record, which lasts as long as the lease.

@@ -48,6 +48,8 @@ pub(crate) struct NodeMembership {
     kept_alive_at: Instant,
     hosts: LiveHosts,
     epochs: Arc<HostEpochs>,
+    /// The version of the record of recovered hosts that were fenced.
+    recovered_version: u64,
     lending: Arc<Lending>,
     counters: Arc<NodeCounters>,
     /// Limits the log lines about invalid records: they are read again after each failure.
@@ -64,13 +66,15 @@ pub(crate) struct JoiningNode {
     lease: Lease,
     hosts: LiveHosts,
     epochs: Arc<HostEpochs>,
+    /// The version of the record of recovered hosts that were fenced.
+    recovered_version: u64,
     counters: Arc<NodeCounters>,
     invalid_records: FailureLog,
 }
 
 impl JoiningNode {
-    /// Takes a lease, and fences all hosts whose leases are known to have ended, those of `epochs`
-    /// that are not in the directory any more included.
+    /// Takes a lease, and fences all hosts whose leases are known to have ended: those of `epochs`
+    /// that are not in the directory any more, and all that were recovered.
     ///
     /// # Errors
     /// Those of the directory.
@@ -89,7 +93,8 @@ impl JoiningNode {
         let (mut hosts, counters) = (LiveHosts::new(seen), Arc::default());
         let mut invalid_records = FailureLog::default();
         list_hosts(&*directory, &mut hosts, &epochs, target, &counters, &mut invalid_records)?;
-        Ok(Self { directory, ttl, lease, hosts, epochs, counters, invalid_records })
+        let recovered_version = fence_recovered(&*directory, target)?;
+        Ok(Self { directory, ttl, lease, hosts, epochs, recovered_version, counters, invalid_records })
     }
 
     /// The epoch of the lease.
@@ -101,15 +106,21 @@ impl JoiningNode {
     ///
     /// # Errors
     /// If the directory fails, or another node has the number.
-    pub fn join(self, record: NodeRecord, lending: Arc<Lending>) -> Result<NodeMembership, NodeError> {
-        let Self { directory, ttl, mut lease, hosts, epochs, counters, invalid_records } = self;
+    pub fn join(
+        self,
+        record: NodeRecord,
+        lending: Arc<Lending>,
+        target: &dyn Target,
+    ) -> Result<NodeMembership, NodeError> {
+        let Self { directory, ttl, mut lease, hosts, epochs, recovered_version, counters, invalid_records } =
+            self;
         // Registering memory that a device pins may take longer than the lease lasts.
         let kept_alive_at = Instant::now();
         match directory.lease_keep_alive(lease.id) {
             Err(DirectoryError::LeaseGone(_)) => lease = directory.lease_grant(ttl)?,
             outcome => outcome?,
         }
-        let membership = NodeMembership {
+        let mut membership = NodeMembership {
             directory,
             record,
             ttl,
@@ -117,16 +128,19 @@ impl JoiningNode {
             kept_alive_at,
             hosts,
             epochs,
+            recovered_version,
             lending,
             counters,
             invalid_records,
             without_hosts_since: None,
         };
-        if let Err(error) = membership.put_record() {
-            membership.end_lease();
-            return Err(error);
+        match membership.put_record(target) {
+            Ok(()) => Ok(membership),
+            Err(error) => {
+                membership.end_lease();
+                Err(error)
+            }
         }
-        Ok(membership)
     }
 }
 
@@ -183,8 +197,9 @@ impl NodeMembership {
         Ok(())
     }
 
-    /// Writes the node's record under the lease, and the record of its life.
-    fn put_record(&self) -> Result<(), NodeError> {
+    /// Writes the node's record under the lease, and the record of its life, when all hosts are
+    /// fenced that were recovered before. Recoveries that end later have seen the node.
+    fn put_record(&mut self, target: &dyn Target) -> Result<(), NodeError> {
         let key = names::node_key(self.record.id);
         let value = names::encode(&self.record);
         for _ in 0..JOIN_ATTEMPTS {
@@ -196,10 +211,12 @@ impl NodeMembership {
                 KeyOperation::put(&key, value.clone(), Some(self.lease.id)),
                 KeyOperation::put(names::life_key(self.record.id), names::encode(&self.life()), None),
             ];
-            let transaction = Transaction { compares: vec![compare], operations };
+            let recovered = Compare::version(names::RECOVERED_HOSTS, self.recovered_version);
+            let transaction = Transaction { compares: vec![compare, recovered], operations };
             if self.directory.transaction(&transaction)?.is_committed() {
                 return Ok(());
             }
+            self.recovered_version = fence_recovered(&*self.directory, target)?;
         }
         Err(NodeError::Contended { id: self.record.id, attempts: JOIN_ATTEMPTS })
     }
@@ -249,7 +266,7 @@ impl NodeMembership {
     }
 
     /// Writes into the directory how much is lent, if it has changed.
-    fn update_record(&mut self) -> Result<(), NodeError> {
+    fn update_record(&mut self, target: &dyn Target) -> Result<(), NodeError> {
         let LendingStatus { lent_bytes, requested_bytes, blocker } = self.lending.status();
         let updated = NodeRecord {
             memory_bytes: lent_bytes,
@@ -260,7 +277,10 @@ impl NodeMembership {
         if updated != self.record {
             let before = std::mem::replace(&mut self.record, updated);
             // After a failure it is written over the next connection.
-            self.put_record().inspect_err(|_| self.record = before)?;
+            if let Err(error) = self.put_record(target) {
+                self.record = before;
+                return Err(error);
+            }
         }
         Ok(())
     }
@@ -296,7 +316,7 @@ impl NodeMembership {
         node_memory: &NodeMemory,
         shutdown: &Shutdown,
     ) -> Result<WatchEnd, NodeError> {
-        self.keep_alive()?;
+        self.keep_alive(target)?;
         let revision = list_hosts(
             &*self.directory,
             &mut self.hosts,
@@ -312,7 +332,7 @@ impl NodeMembership {
         let tick = TICK.min(self.ttl / 8);
         let mut checked_at = None;
         while !shutdown.is_requested() {
-            self.keep_alive()?;
+            self.keep_alive(target)?;
             if let Some(event) = watch.next(tick)? {
                 self.apply_host_event(&event, target);
             }
@@ -321,7 +341,7 @@ impl NodeMembership {
                     self.apply_request(&DirectoryEntry { key, value, version, lease });
                 }
             }
-            self.update_record()?;
+            self.update_record(target)?;
             let is_due = checked_at.is_none_or(|at: Instant| at.elapsed() >= UNUSED_CHECK_INTERVAL);
             if shutdown.is_requested_when_unused() && is_due {
                 checked_at = Some(Instant::now());
@@ -355,7 +375,7 @@ impl NodeMembership {
 
     /// Keeps the lease alive, if a keep-alive is due. If the lease has ended, takes a new one: the
     /// memory is still valid, and connections of hosts do not depend on the lease.
-    fn keep_alive(&mut self) -> Result<(), NodeError> {
+    fn keep_alive(&mut self, target: &dyn Target) -> Result<(), NodeError> {
         if self.kept_alive_at.elapsed() < self.ttl / 3 {
             return Ok(());
         }
@@ -365,7 +385,7 @@ impl NodeMembership {
                 NodeCounters::increment(&self.counters.renewal_failures);
                 tracing::warn!(node = self.record.id, "lease of this node ended; taking a new one");
                 self.lease = self.directory.lease_grant(self.ttl)?;
-                self.put_record()?;
+                self.put_record(target)?;
             }
             Err(error) => {
                 NodeCounters::increment(&self.counters.renewal_failures);
@@ -394,6 +414,13 @@ fn list_hosts(
         set_fence(target, fence, counters);
     }
     Ok(listing.revision)
+}
+
+/// Fences all hosts that were recovered. Returns the version of their record.
+fn fence_recovered(directory: &dyn Directory, target: &dyn Target) -> Result<u64, DirectoryError> {
+    let (recovered, version) = names::recovered_hosts(directory)?;
+    recovered.epochs.iter().for_each(|(host, epoch)| target.fence(Host(*host), *epoch));
+    Ok(version)
 }
 
 fn set_fence(target: &dyn Target, fence: Fence, counters: &NodeCounters) {
@@ -426,11 +453,54 @@ fn host_and_epoch(entry: &DirectoryEntry, invalid_records: &mut FailureLog) -> O
 
 #[cfg(test)]
 mod tests {
+    use aquifer_directory::sim::DirectoryWorld;
+    use aquifer_fabric::sim::{SimFabric, SimOptions};
+    use aquifer_fabric::{Identity, Tenant};
+
     use super::*;
 
+    /// A host dies and is recovered. Returns its number and its last epoch.
+    fn recover_a_host(directory: &dyn Directory) -> (u16, u64) {
+        let ttl = Duration::from_secs(9);
+        let lease = directory.lease_grant(ttl).unwrap();
+        let host = names::claim_host(directory, lease, "/there", 0).unwrap();
+        directory.lease_revoke(lease.id).unwrap();
+        let dead = names::dead_hosts(directory).unwrap();
+        let dead = dead.iter().find(|dead| dead.record.host == host.host).unwrap();
+        let claim =
+            names::claim_dead_host(directory, directory.lease_grant(ttl).unwrap(), dead, "/here").unwrap();
+        names::finish_recovery(directory, &claim, Vec::new()).unwrap();
+        (host.host, host.epoch)
+    }
+
     #[test]
-    fn a_request_is_for_one_life_of_one_node() {
-        let record = NodeRecord {
+    fn hosts_that_were_recovered_before_a_node_joins_cannot_connect() {
+        let world = DirectoryWorld::new(1);
+        let directory: Arc<dyn Directory> = Arc::new(world.host(1));
+        let fabric = SimFabric::new(1, SimOptions::default());
+        let target = fabric.add_node();
+        let connect = |(host, epoch)| {
+            let who = Identity { host: Host(host), epoch, tenant: Tenant(0) };
+            fabric.connect(target.node(), who)
+        };
+        let before = recover_a_host(&*directory);
+        let ttl = Duration::from_secs(9);
+        let epochs = Arc::new(HostEpochs::new().unwrap());
+        let joining = JoiningNode::new(Arc::clone(&directory), ttl, epochs, &target).unwrap();
+        assert!(connect(before).is_err_and(|error| error.is_fence()));
+        // Its recovery has not seen the node, which has no record yet.
+        let meanwhile = recover_a_host(&*directory);
+        assert!(connect(meanwhile).is_ok());
+        let lending = Arc::new(Lending::new(10, 10));
+        let joined = joining.join(node_record(), lending, &target).unwrap();
+        assert!(connect(meanwhile).is_err_and(|error| error.is_fence()));
+        let epoch = directory.lease_grant(ttl).unwrap().epoch;
+        assert!(connect((meanwhile.0, epoch)).is_ok(), "the number has another host");
+        joined.leave();
+    }
+
+    fn node_record() -> NodeRecord {
+        NodeRecord {
             id: 3,
             fabric: "shm".to_owned(),
             address: "/there".to_owned(),
@@ -440,7 +510,12 @@ mod tests {
             resize_blocker: None,
             kept_ms: 0,
             epoch: 7,
-        };
+        }
+    }
+
+    #[test]
+    fn a_request_is_for_one_life_of_one_node() {
+        let record = node_record();
         let of = |value: Vec<u8>| {
             requested_bytes(
                 &DirectoryEntry { key: names::requested_memory_key(3), value, version: 1, lease: None },

@@ -239,7 +239,7 @@ impl RunningNode {
             Some(advertised) => own_address.clone().at(advertised),
             None => own_address.clone(),
         };
-        let (membership, lending) = join_cluster(options, joining, &address, &opened)?;
+        let (membership, lending) = join_cluster(options, joining, &address, &opened, &*target)?;
         tracing::info!(
             node = options.id,
             bytes = opened.node_memory.lent_bytes(),
@@ -381,10 +381,11 @@ fn join_cluster(
     joining: JoiningNode,
     address: &FabricAddress,
     opened: &OpenedMemory,
+    target: &dyn Target,
 ) -> Result<(NodeMembership, Arc<Lending>), NodeError> {
     let record = record(options, address, opened);
     let lending = Arc::new(Lending::new(record.memory_bytes, record.requested_memory_bytes));
-    let mut membership = joining.join(record, Arc::clone(&lending))?;
+    let mut membership = joining.join(record, Arc::clone(&lending), target)?;
     // A request of this life that was made before a restart counts from the beginning.
     membership.load_request().map_err(NodeError::from).inspect_err(|_| membership.end_lease())?;
     Ok((membership, lending))
