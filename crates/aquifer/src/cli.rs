@@ -150,7 +150,7 @@ pub struct UpArguments {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub heap_memory: Option<u64>,
     /// Keep a node's memory for the time of --grace after the node was killed or stopped; programs
-    /// wait until `aquifer up` has started it again [default: its memory is lost]
+    /// wait until it is started again [default: its memory is lost]
     #[arg(long)]
     pub keep_memory: bool,
     /// How the agent reaches nodes: by shared memory, or over TCP as between machines [default:
@@ -180,6 +180,10 @@ pub struct UpArguments {
     /// `aquifer run` finds this cluster's agent then, which can serve no program
     #[arg(long)]
     pub without_runs: bool,
+    /// Do not start daemons again when they die; a second `aquifer up` does so [default: a
+    /// supervisor starts them again]
+    #[arg(long)]
+    pub no_restart: bool,
     /// The directory of the cluster.
     #[command(flatten)]
     pub directory: DirectorySettings,
@@ -405,6 +409,9 @@ pub enum DaemonCommand {
     HeapService(HeapServiceArguments),
     /// Serve this machine's programs from the pool
     Agent(AgentArguments),
+    /// Start the daemons of `aquifer up` again when they die; started by `aquifer up`
+    #[command(hide = true)]
+    Supervisor(SupervisorArguments),
 }
 
 /// Arguments of every daemon.
@@ -482,6 +489,14 @@ pub struct AgentArguments {
     /// Wait for the end of this process, the agent before this one.
     #[arg(long, hide = true, value_name = "PID", overrides_with = "after")]
     pub after: Option<i32>,
+}
+
+/// Arguments of `aquifer supervisor`.
+#[derive(Args, Clone, Debug)]
+pub struct SupervisorArguments {
+    /// Whether it detaches.
+    #[command(flatten)]
+    pub detach: DetachArguments,
 }
 
 /// Least memory of a mempool: four blocks, the smallest share of a run.

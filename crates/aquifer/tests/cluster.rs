@@ -69,11 +69,14 @@ impl Drop for TestCluster {
     }
 }
 
+/// Runs `aquifer`. A cluster that it starts has no supervisor: a daemon that a test kills stays
+/// dead.
 pub fn aquifer(state: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_aquifer"))
         .arg("--state")
         .arg(state)
         .args(arguments)
+        .args(arguments.first().filter(|command| **command == "up").map(|_| "--no-restart"))
         .stdin(Stdio::null())
         .output()
         .unwrap()

@@ -23,7 +23,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts a cluster. Each node lends `memory`.
+    /// Starts a cluster. Each node lends `memory`. A daemon that is killed stays dead.
     ///
     /// # Panics
     /// If it does not start.
@@ -38,7 +38,7 @@ impl Cluster {
     /// If it does not start.
     #[must_use]
     pub fn up_with(nodes: usize, memory: &str, options: &[&str]) -> Self {
-        Self::up_by(build::binary(), nodes, memory, options)
+        Self::up_in(&[], nodes, memory, options)
     }
 
     /// Starts a cluster with environment variables for its daemons.
@@ -49,7 +49,17 @@ impl Cluster {
     pub fn up_in(environment: &[(&str, &str)], nodes: usize, memory: &str, options: &[&str]) -> Self {
         let of_pair = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
         let environment = environment.iter().map(of_pair).collect();
-        Self::start(build::binary(), environment, nodes, memory, options)
+        let options = [&["--no-restart"], options].concat();
+        Self::start(build::binary(), environment, nodes, memory, &options)
+    }
+
+    /// Starts a cluster whose supervisor starts daemons again.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn up_with_supervisor(nodes: usize, memory: &str, options: &[&str]) -> Self {
+        Self::up_by(build::binary(), nodes, memory, options)
     }
 
     /// Starts a cluster by another `aquifer`.
@@ -154,7 +164,8 @@ impl Cluster {
         })
     }
 
-    /// Process number of a daemon: `agent`, `keeper`, `directory`, or `node` with a number.
+    /// Process number of a daemon: `agent`, `keeper`, `directory`, `supervisor`, or `node` with a
+    /// number.
     ///
     /// # Panics
     /// If it does not run.
@@ -179,8 +190,8 @@ impl Cluster {
         let state = self.state.path().to_str().expect("temporary folders have plain names");
         let is_of_cluster = |pid: &u32| {
             let arguments = processes::arguments(*pid);
-            let is_daemon =
-                |word: &str| ["agent", "keeper", "directory", "node", "heap-service"].contains(&word);
+            let names = ["agent", "keeper", "directory", "node", "heap-service", "supervisor"];
+            let is_daemon = |word: &str| names.contains(&word);
             arguments.iter().any(|word| word.contains(state))
                 && arguments.iter().any(|word| is_daemon(word))
                 && !arguments.iter().any(|word| word == "run")

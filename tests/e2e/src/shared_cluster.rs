@@ -45,6 +45,15 @@ impl SharedCluster {
         Self::up_of(options, |_, words| Cluster::up_in(environment, nodes, "256M", words))
     }
 
+    /// Starts the cluster with a supervisor, which starts daemons again.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn up_with_supervisor(nodes: usize) -> Self {
+        Self::up_of(&[], |_, words| Cluster::up_with_supervisor(nodes, "256M", words))
+    }
+
     /// Starts the cluster by a shell command that executes its arguments, which `command` returns
     /// for the folder.
     ///
@@ -58,7 +67,8 @@ impl SharedCluster {
             let text = format!("#!/bin/sh\nexec {command} {} \"$@\"\n", build::binary().display());
             std::fs::write(&script, text).expect("our own folder");
             std::fs::set_permissions(&script, Permissions::from_mode(0o755)).expect("our own file");
-            let mut cluster = Cluster::up_by(&script, nodes, "256M", words);
+            let words = [words, &["--no-restart"]].concat();
+            let mut cluster = Cluster::up_by(&script, nodes, "256M", &words);
             // The script ends before the cluster.
             cluster.set_binary(build::binary());
             cluster

@@ -405,12 +405,32 @@ mod long {
 
     #[test]
     fn programs_go_on_when_the_agent_is_stopped_for_longer_than_its_lease_lasts() {
-        stop_the_agent(&["--grace", "5m", "--fabric", "tcp"]);
+        stop_the_agent(&Cluster::up_with(3, "128M", &["--grace", "5m", "--fabric", "tcp"]));
     }
 
     #[test]
     fn programs_go_on_when_the_agent_of_kept_memory_is_stopped() {
-        stop_the_agent(&["--grace", "5m", "--fabric", "tcp", "--keep-memory"]);
+        let options = ["--grace", "5m", "--fabric", "tcp", "--keep-memory"];
+        stop_the_agent(&Cluster::up_with(3, "128M", &options));
+    }
+
+    /// The agent starts the next one, and so may the supervisor.
+    #[test]
+    fn one_agent_follows_one_that_was_stopped_beside_a_supervisor() {
+        let options = ["--grace", "5m", "--fabric", "tcp"];
+        let cluster = Cluster::up_with_supervisor(3, "128M", &options);
+        stop_the_agent(&cluster);
+        let is_agent = |pid: &u32| processes::arguments(*pid).iter().any(|word| word == "agent");
+        let agent = eventually("one agent to be left", || {
+            let agents: Vec<_> = cluster.daemons().into_iter().filter(is_agent).collect();
+            let agent = cluster.daemon("agent", None);
+            // The shadow shares the agent's arguments.
+            let is_of_it = |pid: &u32| *pid == agent || processes::descendants(agent).contains(pid);
+            agents.iter().all(is_of_it).then_some(agent)
+        });
+        processes::kill(agent);
+        eventually("the supervisor to start another", || figure(&cluster, "faults"));
+        assert!(cluster.run("64M", &["true"]).status.success());
     }
 
     /// Kills a program that has read no wrong byte, and waits until its memory is free.
@@ -424,10 +444,9 @@ mod long {
 
     /// The nodes fence the host then, and the agent starts the next one when it goes on. Not with
     /// shared memory: a node kills an agent that was stopped in the middle of an access.
-    fn stop_the_agent(options: &[&str]) {
-        let cluster = Cluster::up_with(3, "128M", options);
-        let run = endless(&cluster, LIMIT, "128M");
-        await_paging(&cluster, 64 << 20);
+    fn stop_the_agent(cluster: &Cluster) {
+        let run = endless(cluster, LIMIT, "128M");
+        await_paging(cluster, 64 << 20);
         let agent = cluster.daemon("agent", None);
         processes::signal(agent, Signal::STOP);
         let directory = format!("unix:{}", cluster.state().join("directory.sock").display());
@@ -440,9 +459,9 @@ mod long {
         });
         processes::signal(agent, Signal::CONT);
         eventually("the agent to end", || (!processes::is_alive(agent)).then_some(()));
-        let faults = eventually("the next agent", || figure(&cluster, "faults"));
-        eventually("the program to go on", || (figure(&cluster, "faults")? > faults + 20_000).then_some(()));
-        end(&cluster, run);
+        let faults = eventually("the next agent", || figure(cluster, "faults"));
+        eventually("the program to go on", || (figure(cluster, "faults")? > faults + 20_000).then_some(()));
+        end(cluster, run);
     }
 
     #[test]

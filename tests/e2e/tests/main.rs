@@ -38,6 +38,7 @@ mod replicas;
 mod segments;
 mod soak;
 mod sparse;
+mod supervisor;
 mod swap;
 mod tenants;
 mod unpaged;

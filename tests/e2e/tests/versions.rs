@@ -7,6 +7,7 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{figure, start_missing};
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use rustix::process::Signal;
 
 /// The parts that are replaced, and what `aquifer up` says when it has started each.
 const PARTS: [(&str, Option<usize>, &str); 4] = [
@@ -48,6 +49,7 @@ fn use_cluster(cluster: &Cluster) {
 /// Starts a cluster by one version, and replaces its parts by those of another one, and back.
 fn replace_parts(first: &Path, second: &Path) {
     let mut cluster = Cluster::up_by(first, 2, "256M", &["--keep-memory"]);
+    suspend_supervisor(&cluster);
     let mut programs = vec![endless(&cluster)];
     for binary in [second, first] {
         for (name, number, started) in PARTS {
@@ -55,6 +57,7 @@ fn replace_parts(first: &Path, second: &Path) {
             await_progress(&cluster, &mut programs);
             processes::kill(cluster.daemon(name, number));
             start_missing(&cluster, started);
+            suspend_supervisor(&cluster);
             println!("{started} by {}", binary.display());
             await_progress(&cluster, &mut programs);
             for other in [first, second] {
@@ -72,6 +75,19 @@ fn replace_parts(first: &Path, second: &Path) {
         assert!(!outcome.stderr.contains("FAILED"), "wrong memory: {}", outcome.stderr);
     }
     cluster.assert_all_free();
+    // `aquifer down` of the last release does not know it.
+    supervisor(&cluster).into_iter().for_each(processes::kill);
+}
+
+/// The supervisor. The last release starts none.
+fn supervisor(cluster: &Cluster) -> Option<u32> {
+    let is_supervisor = |pid: &u32| processes::arguments(*pid).iter().any(|word| word == "supervisor");
+    cluster.daemons().into_iter().find(is_supervisor)
+}
+
+/// Suspends the supervisor, so that it starts no part again.
+fn suspend_supervisor(cluster: &Cluster) {
+    supervisor(cluster).into_iter().for_each(|pid| processes::signal(pid, Signal::STOP));
 }
 
 mod long {

@@ -6,7 +6,7 @@ use std::process::Command;
 use aquifer_channel::exiting::is_exiting;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
-use aquifer_tests_e2e::{Cluster, eventually, processes};
+use aquifer_tests_e2e::{Cluster, SharedCluster, eventually, processes};
 use rustix::process::Signal;
 
 use crate::user::{ANNE, Attack, MALLORY, Victim};
@@ -105,11 +105,10 @@ fn locked_memories_stop_no_other_user_without_passrights() {
 mod long {
     use super::*;
 
-    /// The kernel keeps what is left of a killed agent: here in the close of a file that it has
-    /// inherited. That holds the lock and the connections to the keeper and the gateway.
-    #[test]
-    fn an_agent_that_cannot_end_is_replaced() {
-        let victim = Victim::up();
+    /// Starts an agent of which the kernel keeps what is left when it is killed: here in the close
+    /// of a file that it has inherited. That holds the lock and the connections to the keeper and
+    /// the gateway. Returns the process that serves the file.
+    fn start_agent_that_cannot_end(victim: &Victim) -> u32 {
         let cluster = &victim.0.cluster;
         let folder = victim.0.private_folder("mount", 0);
         let signal = victim.0.path("wait");
@@ -121,12 +120,42 @@ mod long {
         assert!(output.status.success(), "{}", text(&output.stderr));
         let server = text(&output.stdout).lines().next().and_then(|line| line.parse().ok());
         std::fs::write(&signal, "").expect("our own folder");
+        server.expect("its number")
+    }
+
+    #[test]
+    fn an_agent_that_cannot_end_is_replaced() {
+        let victim = Victim::up();
+        let cluster = &victim.0.cluster;
+        let server = start_agent_that_cannot_end(&victim);
         serves_others(&victim);
         let lock = || std::fs::metadata(cluster.state().join("agent.lock")).expect("a lock").ino();
         let lock_before = lock();
         replace_agent(cluster);
         assert_ne!(lock(), lock_before, "what is left of it has let the lock go");
         serves_others(&victim);
-        processes::signal(server.expect("its number"), Signal::KILL);
+        processes::signal(server, Signal::KILL);
+    }
+
+    /// The supervisor notices it although the process does not end.
+    #[test]
+    fn an_agent_that_cannot_end_is_replaced_by_the_supervisor() {
+        let victim = Victim::of(SharedCluster::up_with_supervisor(2));
+        let cluster = &victim.0.cluster;
+        let supervisor = cluster.daemon("supervisor", None);
+        processes::signal(supervisor, Signal::STOP);
+        let server = start_agent_that_cannot_end(&victim);
+        processes::signal(supervisor, Signal::CONT);
+        let agent = cluster.daemon("agent", None);
+        processes::signal(agent, Signal::KILL);
+        let lock = cluster.state().join("agent.lock");
+        let inode = || std::fs::metadata(&lock).expect("a lock").ino();
+        let inode_before = inode();
+        eventually("another agent to serve", || {
+            let process = std::fs::read_to_string(&lock).ok()?.trim_end().parse::<u32>().ok()?;
+            (agent != process && !cluster.status()["agent"].is_null()).then_some(())
+        });
+        assert_ne!(inode(), inode_before, "what is left of it has let the lock go");
+        processes::signal(server, Signal::KILL);
     }
 }

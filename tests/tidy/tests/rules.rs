@@ -11,7 +11,8 @@ const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Extensions of text.
 const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: code without system calls, clock, threads and random numbers.
-const PURE: [&str; 18] = [
+const PURE: [&str; 19] = [
+    "crates/aquifer/src/cluster/supervisor/",
     "crates/directory/src/core/",
     "crates/extents/src/core/",
     "crates/faults/src/areas.rs",

@@ -94,6 +94,10 @@ pub struct ClusterConfig {
     pub fabric: Fabric,
     /// Over TCP, the port of each node, so that a restarted node listens at the same one.
     pub ports: Vec<u16>,
+    /// Whether the cluster has no supervisor. Else it is not written, so that `aquifer` of the
+    /// version before reads the file.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_restart: bool,
     /// Location of the directory.
     pub directory: DirectorySettings,
 }
@@ -116,6 +120,7 @@ impl ClusterConfig {
             grace_ms: arguments.grace.unwrap_or(GRACE_MS),
             fabric: arguments.fabric.unwrap_or(Fabric::Shm),
             ports: Vec::new(),
+            no_restart: arguments.no_restart,
             directory: arguments.directory.clone(),
         }
     }
@@ -130,11 +135,16 @@ impl ClusterConfig {
     }
 
     /// The cluster's daemons. The directory is one of them only if it is the embedded one of the
-    /// cluster.
+    /// cluster, and the supervisor only if it is wanted.
     pub fn daemons(&self) -> Vec<Daemon> {
         let is_own = DirectoryLocation::new(&self.directory).is_ok_and(|location| location.is_own());
         let all = Daemon::all(self.nodes, self.heap_memory_bytes.is_some());
-        all.into_iter().filter(|daemon| is_own || *daemon != Daemon::Directory).collect()
+        let is_wanted = |daemon: &Daemon| match daemon {
+            Daemon::Directory => is_own,
+            Daemon::Supervisor => !self.no_restart,
+            _ => true,
+        };
+        all.into_iter().filter(is_wanted).collect()
     }
 
     /// Options that tell a daemon the location of the directory.
@@ -260,6 +270,7 @@ impl ClusterConfig {
             difference("--extents-per-user", arguments.extents_per_user, self.extents_per_user, size),
             difference("--pages-per-user", arguments.pages_per_user, self.pages_per_user, size),
             difference("--grace", arguments.grace, Some(self.grace_ms), |ms| format!("{ms}ms")),
+            (arguments.no_restart && !self.no_restart).then(|| "no --no-restart".to_owned()),
             difference("--directory", given.address.as_ref(), own.address.as_ref(), |address| {
                 address.to_string()
             }),
@@ -321,6 +332,7 @@ mod tests {
             shared_socket: None,
             grace: None,
             without_runs: false,
+            no_restart: false,
             directory: DirectorySettings::default(),
         }
     }
@@ -345,11 +357,15 @@ mod tests {
     #[test]
     fn an_external_directory_is_no_daemon_and_is_passed_to_daemons() {
         let mut arguments = arguments(Some(1), None);
-        assert_eq!(ClusterConfig::from_arguments(&arguments).daemons().len(), 4);
+        assert_eq!(ClusterConfig::from_arguments(&arguments).daemons().len(), 5);
         arguments.directory.address = Some("etcds://h:1/c".to_owned());
         arguments.directory.ca = Some("/ca.pem".into());
         let config = ClusterConfig::from_arguments(&arguments);
-        assert_eq!(config.daemons(), [Daemon::Keeper, Daemon::Node(1), Daemon::Agent]);
+        assert_eq!(config.daemons(), [Daemon::Keeper, Daemon::Node(1), Daemon::Agent, Daemon::Supervisor]);
+        arguments.no_restart = true;
+        let daemons = ClusterConfig::from_arguments(&arguments).daemons();
+        assert_eq!(daemons, [Daemon::Keeper, Daemon::Node(1), Daemon::Agent]);
+        arguments.no_restart = false;
         assert_eq!(config.directory_flags(), ["--directory=etcds://h:1/c", "--directory-ca=/ca.pem"]);
         config.check(&self::arguments(None, None)).unwrap();
         arguments.directory.address = Some("etcds://h:2/c".to_owned());
@@ -373,6 +389,7 @@ mod tests {
         let config = ClusterConfig::from_arguments(&arguments(Some(2), Some(1 << 30)));
         let mut other = arguments(Some(3), Some((1 << 30) + 4096));
         (other.keep_memory, other.mempool, other.grace) = (true, Some(1 << 20), Some(500));
+        other.no_restart = true;
         other.fabric = Some(Fabric::Shm);
         let ClusterConfigError::Differs { differences, .. } = config.check(&other).unwrap_err() else {
             panic!("the settings differ");
@@ -383,6 +400,7 @@ mod tests {
             "no --keep-memory",
             "no --mempool instead of 1 MiB",
             "--grace 30000ms instead of 500ms",
+            "no --no-restart",
         ];
         assert_eq!(differences, expected);
         other = arguments(None, None);

@@ -15,15 +15,17 @@ pub enum Daemon {
     Heaps(u16),
     /// The host agent.
     Agent,
+    /// Starts the others again when they die.
+    Supervisor,
 }
 
 impl Daemon {
-    /// All daemons of a cluster with this number of nodes, with or without heaps.
+    /// All daemons of a cluster with this number of nodes, with or without heaps, and a supervisor.
     pub fn all(nodes: u16, has_heaps: bool) -> Vec<Self> {
         let mut daemons = vec![Self::Directory, Self::Keeper];
         daemons.extend((1..=nodes).map(Self::Node));
         daemons.extend((1..=nodes).map(Self::Heaps).filter(|_| has_heaps));
-        daemons.push(Self::Agent);
+        daemons.extend([Self::Agent, Self::Supervisor]);
         daemons
     }
 
@@ -33,6 +35,7 @@ impl Daemon {
             "directory" => Self::Directory,
             "keeper" => Self::Keeper,
             "agent" => Self::Agent,
+            "supervisor" => Self::Supervisor,
             name => match name.strip_prefix("heaps-") {
                 Some(number) => Self::Heaps(number.parse().ok()?),
                 None => Self::Node(name.strip_prefix("node-")?.parse().ok()?),
@@ -50,6 +53,7 @@ impl fmt::Display for Daemon {
             Self::Node(id) => write!(f, "node-{id}"),
             Self::Heaps(id) => write!(f, "heaps-{id}"),
             Self::Agent => f.write_str("agent"),
+            Self::Supervisor => f.write_str("supervisor"),
         }
     }
 }

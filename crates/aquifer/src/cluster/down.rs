@@ -6,25 +6,28 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Signal, pidfd_send_signal};
+
 use super::daemon::{Daemon, names};
 use super::launch::process_of;
-use super::lock::FileLock;
-use super::running::{known_daemons, refuse_foreign, running_daemons};
+use super::running::{known_daemons, lock_cluster, refuse_foreign, running_daemon, running_daemons};
 use super::stop::{StopOutcome, stop};
 use crate::Outcome;
 use crate::cli::DownArguments;
 use crate::say::say_line;
 use crate::state::StateDir;
 
-/// Name of the lock that `aquifer up` and `aquifer down` hold while they change the cluster.
-pub const CLUSTER_LOCK: &str = ".cluster";
-
 /// When the daemons of each step are killed, from the start of the first step.
 ///
 /// An agent ends its programs and frees their memory first. Agent and nodes end their leases, and
 /// the directory may not answer.
-const STEP_DEADLINES: [Duration; 4] =
-    [Duration::from_secs(15), Duration::from_secs(20), Duration::from_secs(25), Duration::from_secs(30)];
+const STEP_DEADLINES: [Duration; 5] = [
+    Duration::from_secs(5),
+    Duration::from_secs(15),
+    Duration::from_secs(20),
+    Duration::from_secs(25),
+    Duration::from_secs(30),
+];
 
 /// Stops the cluster and removes its sockets and configuration; logs, the key and the directory's
 /// file stay unless they are to be purged.
@@ -34,12 +37,7 @@ pub fn down(state: &StateDir, arguments: &DownArguments) -> Outcome {
         return Ok(ExitCode::SUCCESS);
     }
     state.create()?;
-    let _lock = FileLock::acquire(&state.lock(CLUSTER_LOCK), || {
-        crate::say::say_error!(
-            "waiting for another `aquifer up` or `aquifer down` to finish in {}",
-            state.path().display()
-        );
-    })?;
+    let _lock = lock_cluster(state, || stop_restarts(state))?;
     refuse_foreign(state, &running_daemons(state)?, "stop them as they were started, such as by systemctl")?;
     let ended = stop_daemons(state, &known_daemons(state)?)?;
     match std::fs::remove_file(state.cluster_config()) {
@@ -61,6 +59,17 @@ pub fn down(state: &StateDir, arguments: &DownArguments) -> Outcome {
         );
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Stops the supervisor: it may hold the cluster's lock while a daemon that it has started waits
+/// for another one.
+fn stop_restarts(state: &StateDir) {
+    // What cannot be read now fails once the lock is held.
+    if let Ok(Some(supervisor)) = running_daemon(state, Daemon::Supervisor)
+        && supervisor.is_of_up
+    {
+        let _gone = pidfd_send_signal(&supervisor.process.pidfd, Signal::TERM);
+    }
 }
 
 fn say_stopped(ended: &[(Daemon, StopOutcome)]) {
@@ -114,10 +123,10 @@ fn is_left_over(file: &Path) -> bool {
 
 /// Stops those of the daemons that run, and removes the sockets of all.
 ///
-/// The agent is first, because it frees memory on the nodes. The directory is last, because agent
-/// and nodes end their leases there. A daemon that hangs is killed before the next step: without a
-/// keeper, the programs of an agent that is killed would read zeros. A socket is removed only after
-/// its daemon has ended.
+/// The supervisor is first, so that it starts no daemon again. The agent is next, because it frees
+/// memory on the nodes. The directory is last, because agent and nodes end their leases there. A
+/// daemon that hangs is killed before the next step: without a keeper, the programs of an agent
+/// that is killed would read zeros. A socket is removed only after its daemon has ended.
 ///
 /// # Errors
 /// If a daemon cannot be stopped. Then the daemons of later steps are left alone.
@@ -146,9 +155,10 @@ pub fn stop_daemons(
 /// The step of `stop_daemons` in which a daemon is stopped.
 fn stop_step(daemon: Daemon) -> usize {
     match daemon {
-        Daemon::Agent => 0,
-        Daemon::Node(_) | Daemon::Heaps(_) => 1,
-        Daemon::Keeper => 2,
-        Daemon::Directory => 3,
+        Daemon::Supervisor => 0,
+        Daemon::Agent => 1,
+        Daemon::Node(_) | Daemon::Heaps(_) => 2,
+        Daemon::Keeper => 3,
+        Daemon::Directory => 4,
     }
 }

@@ -58,6 +58,7 @@ fn golden_files_of_a_cluster() {
         shared_socket: Some("/run/aquifer.sock".into()),
         grace: Some(7),
         without_runs: false,
+        no_restart: true,
         directory: DirectorySettings { address: Some("etcd://a:2379/blue".into()), ..Default::default() },
     };
     let mut full = ClusterConfig::from_arguments(&arguments);
@@ -75,6 +76,7 @@ fn golden_files_of_a_cluster() {
         shared_socket: None,
         grace: None,
         without_runs: false,
+        no_restart: false,
         directory: DirectorySettings::default(),
     };
     for config in [full, ClusterConfig::from_arguments(&empty)] {

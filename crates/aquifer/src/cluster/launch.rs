@@ -14,6 +14,7 @@ use super::config::ClusterConfig;
 use super::daemon::Daemon;
 use super::lock::{LockHolder, holder};
 use super::serve::READY;
+use super::signals::StopSignal;
 use crate::state::StateDir;
 
 /// Time that a daemon may take until it serves. Nodes take longest: they lay out their memory.
@@ -61,6 +62,12 @@ pub enum LaunchError {
         /// The end of its log.
         tail: String,
     },
+    /// The process that started the daemon was asked to stop.
+    #[error("{daemon} was killed while it started, because the supervisor was asked to stop")]
+    Stopped {
+        /// The daemon.
+        daemon: Daemon,
+    },
     /// Its lock cannot be read.
     #[error("cannot determine whether {daemon} runs: {source}")]
     Unknown {
@@ -95,11 +102,11 @@ pub fn start(
     let mut file = open_log(&log).map_err(error("its log"))?;
     let log_start = file.seek(SeekFrom::End(0)).map_err(error("its log"))?;
     let (output, input) = io::pipe().map_err(error("a pipe"))?;
-    let binary = std::env::current_exe().map_err(error("its program"))?;
-    let mut command = Command::new(binary);
+    let mut command = Command::new(own_program().map_err(error("its program"))?);
     command.arg("--state").arg(state.path());
     match daemon {
         Daemon::Directory => command.arg("directory"),
+        Daemon::Supervisor => command.arg("supervisor"),
         Daemon::Keeper => command.args(["keeper", "--grace", &format!("{}ms", config.grace_ms)]),
         Daemon::Node(id) => command
             .args(["node", "--id", &id.to_string()])
@@ -128,30 +135,58 @@ pub fn start(
 }
 
 impl StartingDaemon {
+    /// Process number of the daemon.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Waits until the daemon serves.
     ///
     /// # Errors
     /// If it ends before, or does not serve in time; then it is killed.
-    pub fn wait(mut self) -> Result<(), LaunchError> {
+    pub fn wait(self) -> Result<(), LaunchError> {
+        self.wait_for(None)
+    }
+
+    /// Waits until the daemon serves, or this process is asked to stop; then the daemon is killed.
+    ///
+    /// # Errors
+    /// Those of [`Self::wait`], and if this process is asked to stop.
+    pub fn wait_unless_stopped(self, stop: &mut StopSignal) -> Result<(), LaunchError> {
+        self.wait_for(Some(stop))
+    }
+
+    fn wait_for(mut self, mut stop: Option<&mut StopSignal>) -> Result<(), LaunchError> {
         let end = Instant::now() + READY_TIMEOUT;
         let mut received = Vec::new();
         while !received.ends_with(READY) {
             let error = |source| LaunchError::System { daemon: self.daemon, what: "its output", source };
-            if !wait_readable(&self.output, end.saturating_duration_since(Instant::now())).map_err(error)? {
-                let _ended = self.child.kill();
-                let _waited = self.child.wait();
+            let left = || end.saturating_duration_since(Instant::now());
+            if let Some(stop) = &mut stop
+                && stop.wait_or(&[self.output.as_fd()], Some(left())).is_some()
+            {
+                self.kill();
+                return Err(LaunchError::Stopped { daemon: self.daemon });
+            }
+            if !wait_readable(&self.output, left()).map_err(error)? {
+                self.kill();
                 return Err(LaunchError::Late { daemon: self.daemon, tail: self.tail(), log: self.log });
             }
             let mut chunk = [0; 64];
             let count = self.output.read(&mut chunk).map_err(error)?;
             received.extend_from_slice(&chunk[..count]);
             if count == 0 || received.len() > 1024 {
-                let _ended = self.child.kill();
-                let _waited = self.child.wait();
+                self.kill();
                 return Err(LaunchError::Failed { daemon: self.daemon, tail: self.tail(), log: self.log });
             }
         }
         Ok(())
+    }
+
+    fn kill(&mut self) {
+        // Fails if the process has ended.
+        let _ended = self.child.kill();
+        let _waited = self.child.wait();
     }
 
     /// The last lines that the daemon has written to its log since its start.
@@ -168,6 +203,20 @@ impl StartingDaemon {
         }
         shown.iter().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n")
     }
+}
+
+/// The program of this process. If its file was replaced, the file that is there now: an upgrade
+/// takes effect when a daemon starts. If it was removed, the removed file, which the kernel still
+/// has.
+fn own_program() -> io::Result<PathBuf> {
+    /// Suffix that the kernel appends to the path of a file that was replaced or removed.
+    const REMOVED: &str = " (deleted)";
+    let path = std::env::current_exe()?;
+    if path.exists() {
+        return Ok(path);
+    }
+    let replaced = path.to_str().and_then(|path| path.strip_suffix(REMOVED)).map(PathBuf::from);
+    Ok(replaced.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from("/proc/self/exe")))
 }
 
 fn open_log(path: &Path) -> io::Result<File> {

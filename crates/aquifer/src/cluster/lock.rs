@@ -45,6 +45,23 @@ impl Drop for FileLock {
     }
 }
 
+/// A lock file in which a daemon notes that it was asked to stop.
+#[derive(Debug)]
+pub struct EndingMark {
+    file: File,
+}
+
+impl EndingMark {
+    /// Writes into the file that its process ends, below the number of the process.
+    pub fn write(&self) {
+        let marked =
+            self.file.metadata().and_then(|file| self.file.write_all_at(ENDING.as_bytes(), file.len()));
+        if let Err(error) = marked {
+            tracing::warn!(%error, "the lock file does not show that this process ends");
+        }
+    }
+}
+
 /// Watch over the lock file of a running daemon.
 ///
 /// Its descriptor becomes readable when the file's attributes change, such as its number of links.
@@ -61,15 +78,6 @@ impl AsFd for LockWatch {
 }
 
 impl LockWatch {
-    /// Writes into the file that its process ends, below the number of the process.
-    pub fn mark_ending(&self) {
-        let marked =
-            self.file.metadata().and_then(|file| self.file.write_all_at(ENDING.as_bytes(), file.len()));
-        if let Err(error) = marked {
-            tracing::debug!(%error, "the lock file does not show that this process ends");
-        }
-    }
-
     /// Reads the events, and returns true if the file has no name any more.
     pub fn is_deleted(&self) -> bool {
         let mut events = [0; 1024];
@@ -125,6 +133,14 @@ impl FileLock {
         Ok(None)
     }
 
+    /// The mark by which this process notes in the file that it was asked to stop.
+    ///
+    /// # Errors
+    /// If the system has no descriptor.
+    pub fn ending_mark(&self) -> io::Result<EndingMark> {
+        Ok(EndingMark { file: self.file.try_clone()? })
+    }
+
     /// Watches whether the file is deleted, alone or with its folder.
     ///
     /// # Errors
@@ -153,6 +169,19 @@ impl FileLock {
             }
         }
         Ok(Self { file })
+    }
+
+    /// Locks the file; returns `None` if it is locked.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn acquire_if_free(path: &Path) -> io::Result<Option<Self>> {
+        let file = open(path)?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Self { file })),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
     }
 }
 
@@ -191,14 +220,10 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
         if !is_held(&file)? || attempts_dead >= ATTEMPTS_DEAD_MAX {
             return Ok(None);
         }
-        let mut text = String::new();
-        file.rewind()?;
-        file.read_to_string(&mut text)?;
         // The holder locks first and writes its number then, so the number may be missing.
-        let (number, rest) = text.split_once('\n').unzip();
-        let number = number.and_then(|text| text.parse::<u32>().ok());
-        let pid = number.and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
-        if let (Some(number), Some(pid)) = (number, pid) {
+        let record = read_record(&mut file)?;
+        let pid = record.and_then(|record| i32::try_from(record.pid).ok()).and_then(Pid::from_raw);
+        if let (Some(LockRecord { pid: number, is_ending }), Some(pid)) = (record, pid) {
             if let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
                 // The lock is still held: the number was that of its holder when the descriptor was
                 // opened.
@@ -207,13 +232,42 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
                 && !has_ended(&pidfd)
                 && !is_exiting(number)
             {
-                return Ok(Some(LockHolder { pid: number, pidfd, is_ending: rest == Some(ENDING) }));
+                return Ok(Some(LockHolder { pid: number, pidfd, is_ending }));
             }
             attempts_dead += 1;
         }
         std::thread::sleep(ATTEMPT_PAUSE);
     }
     Err(io::Error::other("the lock is held by a process that has not written its number into the file"))
+}
+
+/// Record in a lock file of the last process that locked it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LockRecord {
+    /// Process number.
+    pub pid: u32,
+    /// True if the process was asked to stop.
+    pub is_ending: bool,
+}
+
+/// Reads what a lock file says of its last process; `None` if no process has locked it.
+///
+/// # Errors
+/// Those of the system.
+pub fn last_record(path: &Path) -> io::Result<Option<LockRecord>> {
+    match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        file => read_record(&mut file?),
+    }
+}
+
+fn read_record(file: &mut File) -> io::Result<Option<LockRecord>> {
+    let mut text = String::new();
+    file.rewind()?;
+    file.read_to_string(&mut text)?;
+    let (number, rest) = text.split_once('\n').unzip();
+    let pid = number.and_then(|text| text.parse().ok());
+    Ok(pid.map(|pid| LockRecord { pid, is_ending: rest == Some(ENDING) }))
 }
 
 fn has_ended(pidfd: &OwnedFd) -> bool {
@@ -245,12 +299,16 @@ mod tests {
         let path = folder.path().join("part.lock");
         let lock = FileLock::try_acquire(&path).unwrap().unwrap();
         assert!(!holder(&path).unwrap().unwrap().is_ending);
-        lock.watch().unwrap().mark_ending();
+        lock.ending_mark().unwrap().write();
         let process = holder(&path).unwrap().unwrap();
         assert!(process.is_ending && process.pid == std::process::id());
         drop(lock);
+        let record = LockRecord { pid: std::process::id(), is_ending: true };
+        assert_eq!(last_record(&path).unwrap(), Some(record), "it is known after its end");
         let _next = FileLock::try_acquire(&path).unwrap().unwrap();
         assert!(!holder(&path).unwrap().unwrap().is_ending);
+        assert_eq!(last_record(&path).unwrap(), Some(LockRecord { is_ending: false, ..record }));
+        assert_eq!(last_record(&folder.path().join("no.lock")).unwrap(), None);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Cluster on one machine: each daemon is a process of this binary that holds a lock while it runs.
 //!
-//! There is no supervisor: `aquifer up` finds the daemons that do not run, and starts them.
+//! `aquifer up` finds the daemons that do not run, and starts them. The last one is a supervisor,
+//! which starts those again that die.
 
 mod config;
 pub(crate) mod daemon;
@@ -21,6 +22,7 @@ pub mod signals;
 mod status;
 mod stop;
 mod successor;
+mod supervisor;
 pub mod systemd;
 mod up;
 

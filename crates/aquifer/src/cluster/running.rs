@@ -9,8 +9,12 @@ use std::path::PathBuf;
 
 use super::daemon::Daemon;
 use super::launch::{DETACHED_FLAG, LaunchError, process_of};
-use super::lock::LockHolder;
+use super::lock::{FileLock, LockHolder};
 use crate::state::StateDir;
+
+/// Name of the lock that is held while daemons of the cluster are started or stopped: by `aquifer
+/// up`, `aquifer down` and the supervisor.
+const CLUSTER_LOCK: &str = ".cluster";
 
 /// A daemon that runs in a state folder.
 #[derive(Debug)]
@@ -34,6 +38,30 @@ pub struct ForeignDaemons {
     /// Names and process numbers of the daemons.
     daemons: String,
     advice: &'static str,
+}
+
+/// Takes the cluster's lock, and waits for the process that holds it; then says so and calls
+/// `waiting` first.
+///
+/// # Errors
+/// Those of the system.
+pub fn lock_cluster(state: &StateDir, waiting: impl FnOnce()) -> io::Result<FileLock> {
+    FileLock::acquire(&state.lock(CLUSTER_LOCK), || {
+        crate::say::say_error!(
+            "waiting for another `aquifer up` or `aquifer down`, or for a restart by the supervisor, to \
+             finish in {}",
+            state.path().display()
+        );
+        waiting();
+    })
+}
+
+/// Takes the cluster's lock; `None` if another process holds it.
+///
+/// # Errors
+/// Those of the system.
+pub fn try_lock_cluster(state: &StateDir) -> io::Result<Option<FileLock>> {
+    FileLock::acquire_if_free(&state.lock(CLUSTER_LOCK))
 }
 
 /// All daemons that have ever run in the state folder, whether or not its configuration has them.
@@ -79,9 +107,9 @@ pub fn running_daemon(state: &StateDir, daemon: Daemon) -> Result<Option<Running
     }))
 }
 
-/// Whether `aquifer up` has started a process: only it gives a daemon this option, which agents
-/// pass on to their successors.
-fn is_started_by_up(pid: u32) -> bool {
+/// Whether `aquifer up` or its supervisor has started a process: only they give a daemon this
+/// option, which agents pass on to their successors.
+pub fn is_started_by_up(pid: u32) -> bool {
     let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     words.split(|byte| *byte == 0).any(|word| word == DETACHED_FLAG.as_bytes())
 }

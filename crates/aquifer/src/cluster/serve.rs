@@ -24,7 +24,7 @@ use super::key;
 use super::location::DirectoryLocation;
 use super::lock::FileLock;
 use super::signals::{StopRequest, StopSignal};
-use super::{successor, systemd};
+use super::{successor, supervisor, systemd};
 use crate::Outcome;
 use crate::cli::{
     AgentArguments, DaemonCommand, DetachArguments, GRACE_MS, HeapServiceArguments, KeeperArguments,
@@ -77,6 +77,11 @@ pub fn serve(state: &StateDir, command: DaemonCommand) -> Outcome {
             after.map_or(Ok(()), successor::await_end)?;
             let settings = complete(settings, config.as_deref(), default_config(&detach, "agent.toml"))?;
             run(state, Daemon::Agent, &detach, |stop, ready| agent(state, &settings, stop, ready))
+        }
+        DaemonCommand::Supervisor(arguments) => {
+            run(state, Daemon::Supervisor, &arguments.detach, |stop, ready| {
+                supervisor::supervise(state, stop, || ready.notify())
+            })
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Requests to stop a daemon: SIGTERM or SIGINT, read from a signalfd, or a deleted lock file.
 
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::thread;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Signal;
 
 use super::daemon::Daemon;
-use super::lock::{FileLock, LockWatch};
+use super::lock::{EndingMark, FileLock, LockWatch};
 
 /// A request to stop a daemon.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,6 +26,7 @@ pub enum StopRequest {
 pub struct StopSignal {
     descriptor: OwnedFd,
     lock: Option<(Daemon, LockWatch)>,
+    ending: Option<EndingMark>,
 }
 
 impl StopSignal {
@@ -62,11 +63,16 @@ impl StopSignal {
         }
         // SAFETY: it was just opened and has no other owner.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-        Ok(Self { descriptor, lock: None })
+        Ok(Self { descriptor, lock: None, ending: None })
     }
 
-    /// Also watches the daemon's lock file. If that is not possible, logs it.
+    /// Also watches the daemon's lock file, and notes there when the daemon is asked to stop. If
+    /// that is not possible, logs it.
     pub fn watch_lock(&mut self, daemon: Daemon, lock: &FileLock) {
+        match lock.ending_mark() {
+            Ok(ending) => self.ending = Some(ending),
+            Err(error) => tracing::warn!(%daemon, %error, "cannot note in the lock file when this ends"),
+        }
         match lock.watch() {
             Ok(watch) => self.lock = Some((daemon, watch)),
             Err(error) => {
@@ -80,6 +86,11 @@ impl StopSignal {
     /// If waiting fails the request is [`StopRequest::Now`]: a daemon must not run without a way to
     /// stop it.
     pub fn wait(&mut self, timeout: Option<Duration>) -> Option<StopRequest> {
+        self.wait_or(&[], timeout)
+    }
+
+    /// As [`Self::wait`], and also returns `None` when one of `others` is readable.
+    pub fn wait_or(&mut self, others: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Option<StopRequest> {
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         loop {
             // The file may have been deleted before it was watched.
@@ -91,13 +102,18 @@ impl StopSignal {
                 return Some(StopRequest::WhenUnused);
             }
             let mut entries = vec![PollFd::new(&self.descriptor, PollFlags::IN)];
+            entries.extend(others.iter().map(|other| PollFd::from_borrowed_fd(*other, PollFlags::IN)));
             entries.extend(self.lock.iter().map(|(_, watch)| PollFd::new(watch, PollFlags::IN)));
             match rustix::event::poll(&mut entries, timeout.as_ref()) {
                 Err(rustix::io::Errno::INTR) => {}
                 Ok(0) => return None,
-                Ok(_) if entries[0].revents().is_empty() => {}
+                Ok(_) if entries[0].revents().is_empty() => {
+                    if entries[1..=others.len()].iter().any(|other| !other.revents().is_empty()) {
+                        return None;
+                    }
+                }
                 Ok(_) | Err(_) => {
-                    self.lock.iter().for_each(|(_, watch)| watch.mark_ending());
+                    self.ending.iter().for_each(EndingMark::write);
                     return Some(StopRequest::Now);
                 }
             }

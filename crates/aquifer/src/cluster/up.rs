@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use super::config::ClusterConfig;
 use super::daemon::{Daemon, names};
-use super::down::{CLUSTER_LOCK, stop_daemons};
+use super::down::stop_daemons;
 use super::key;
 use super::launch::{LaunchError, process_of, start};
 use super::location::DirectoryLocation;
-use super::lock::{FileLock, LockHolder};
-use super::running::{RunningDaemon, refuse_foreign, running_daemons};
+use super::lock::LockHolder;
+use super::running::{RunningDaemon, lock_cluster, refuse_foreign, running_daemons};
 use crate::Outcome;
 use crate::check::why_no_agent;
 use crate::cli::UpArguments;
@@ -27,6 +27,9 @@ use aquifer_node::memory::available_bytes;
 /// Advice for a folder with daemons that `aquifer up` has not started.
 const ELSEWHERE: &str = "choose another folder with --state, or stop them first";
 
+/// Longest time for the keeper to take a request.
+const KEEPER_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Starts the daemons of the cluster that do not run, and returns once they serve.
 pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     let arguments = with_absolute_paths(arguments)?;
@@ -36,12 +39,7 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         check_start(state, &config, &config.daemons(), &arguments)?;
     }
     state.create()?;
-    let _lock = FileLock::acquire(&state.lock(CLUSTER_LOCK), || {
-        crate::say::say_error!(
-            "waiting for another `aquifer up` or `aquifer down` to finish in {}",
-            state.path().display()
-        );
-    })?;
+    let _lock = lock_cluster(state, || {})?;
     let running = running_daemons(state)?;
     // `aquifer up` begins no cluster among daemons that it has not started.
     let is_new = running.iter().all(|daemon| !daemon.is_of_up);
@@ -71,7 +69,9 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         }
         return Err(error.into());
     }
-    watch_exits(state, &config);
+    if let Err(error) = watch_exits(state, &config.daemons()) {
+        crate::say::say_error!("the keeper will not log how daemons end: {error}");
+    }
     say_line!("Started {}", names(&missing));
     say_line!("The cluster is up: {config}, in {}", state.path().display());
     if !arguments.without_runs {
@@ -123,25 +123,20 @@ fn with_absolute_paths(arguments: &UpArguments) -> std::io::Result<UpArguments> 
     Ok(arguments)
 }
 
-/// Has the keeper log how each daemon ends.
+/// Has the keeper log how each of these daemons ends. A daemon works without that.
 ///
-/// A daemon works without that, so a failure is only a warning.
-fn watch_exits(state: &StateDir, config: &ClusterConfig) {
-    let warn = |error: &dyn std::error::Error| {
-        crate::say::say_error!("the keeper will not log how daemons end: {error}")
-    };
-    let keeper = match aquifer_channel::connect(&state.socket(&Daemon::Keeper.to_string())) {
-        Ok(keeper) => keeper,
-        Err(error) => return warn(&error),
-    };
-    for daemon in config.daemons().into_iter().filter(|daemon| *daemon != Daemon::Keeper) {
+/// # Errors
+/// If the keeper does not answer.
+pub(super) fn watch_exits(state: &StateDir, daemons: &[Daemon]) -> std::io::Result<()> {
+    let socket = state.socket(&Daemon::Keeper.to_string());
+    let keeper = aquifer_channel::connect_with_timeout(&socket, KEEPER_TIMEOUT)?;
+    for daemon in daemons.iter().filter(|daemon| **daemon != Daemon::Keeper) {
         // A daemon that has ended meanwhile cannot be watched.
-        let Ok(Some(LockHolder { pid, pidfd, .. })) = process_of(state, daemon) else { continue };
+        let Ok(Some(LockHolder { pid, pidfd, .. })) = process_of(state, *daemon) else { continue };
         let watch = Frame::WatchDaemon { pid, name: daemon.to_string() };
-        if let Err(error) = aquifer_channel::send_frame(&keeper, &watch, &[pidfd.as_fd()]) {
-            return warn(&error);
-        }
+        aquifer_channel::send_frame(&keeper, &watch, &[pidfd.as_fd()])?;
     }
+    Ok(())
 }
 
 /// The stored configuration; or a new one if there is none, or if it differs and no daemon of it
@@ -214,7 +209,8 @@ fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Result<(), Box<dy
     Ok(())
 }
 
-/// Starts the directory and the keeper first, then all nodes at once, then the agent.
+/// Starts the directory and the keeper first, then all nodes at once, then the agent, and last the
+/// supervisor, so that it finds all of them.
 fn start_all(state: &StateDir, config: &ClusterConfig, missing: &[Daemon]) -> Result<(), LaunchError> {
     let is_node = |daemon: &&Daemon| matches!(daemon, Daemon::Node(_) | Daemon::Heaps(_));
     for daemon in missing.iter().filter(|daemon| matches!(daemon, Daemon::Directory | Daemon::Keeper)) {
@@ -225,7 +221,7 @@ fn start_all(state: &StateDir, config: &ClusterConfig, missing: &[Daemon]) -> Re
     for node in starting? {
         node.wait()?;
     }
-    for daemon in missing.iter().filter(|daemon| matches!(daemon, Daemon::Agent)) {
+    for daemon in missing.iter().filter(|daemon| matches!(daemon, Daemon::Agent | Daemon::Supervisor)) {
         start(state, config, *daemon)?.wait()?;
     }
     Ok(())

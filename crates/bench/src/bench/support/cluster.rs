@@ -35,8 +35,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts a cluster with [`nodes`] memory nodes over `fabric`, which lend `memory_bytes`
-    /// together.
+    /// Starts a cluster without a supervisor, with [`nodes`] memory nodes over `fabric`, which lend
+    /// `memory_bytes` together.
     ///
     /// With `shared_socket` the agent serves all users, at that socket.
     ///
@@ -48,8 +48,8 @@ impl Cluster {
         let mut cluster = Self { state, daemons: Vec::new() };
         let memory = format!("{}M", memory_bytes.div_ceil(nodes() as u64).div_ceil(1 << 20));
         let nodes = nodes().to_string();
-        let mut args: Vec<&OsStr> =
-            ["--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()].map(OsStr::new).to_vec();
+        let args = ["--no-restart", "--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()];
+        let mut args: Vec<&OsStr> = args.map(OsStr::new).to_vec();
         if let Some(socket) = shared_socket {
             args.extend([OsStr::new("--shared-socket"), socket.as_os_str()]);
         }
@@ -66,8 +66,8 @@ impl Cluster {
         stop_abandoned();
         let mut cluster = Self { state: folder::create(PREFIX)?, daemons: Vec::new() };
         let (memory, heap) = ((memory_bytes + heap_bytes).to_string(), heap_bytes.to_string());
-        let args = ["--nodes", "1", "--memory", &memory, "--heap-memory", &heap].map(OsStr::new);
-        cluster.control("up", &args)?;
+        let args = ["--no-restart", "--nodes", "1", "--memory", &memory, "--heap-memory", &heap];
+        cluster.control("up", &args.map(OsStr::new))?;
         cluster.daemons = procs::with_argument(cluster.state());
         Ok(cluster)
     }
