@@ -4,6 +4,7 @@
 mod empty;
 mod slab_list;
 mod sparse;
+mod suspended;
 #[cfg(test)]
 mod tests;
 
@@ -250,45 +251,6 @@ impl Filler {
     fn update_degraded(&mut self) {
         let wanted = self.slabs.replicas_wanted();
         self.degraded = self.in_use.iter().filter(|slab| self.slabs.replicas(*slab).len() < wanted).collect();
-    }
-
-    /// Fills no slab that has a replica on this node, until [`Self::resume`]. Returns false if the
-    /// node was suspended already.
-    pub fn suspend(&mut self, node: NodeId) -> bool {
-        if self.is_suspended(node) {
-            return false;
-        }
-        self.suspended.push(node);
-        if let Some(open) = self.open.take_if(|open| self.slabs.replicas(open.slab).on(node).is_some())
-            && self.slabs.live_pages(open.slab) == 0
-        {
-            self.empty.insert(open.slab);
-        }
-        true
-    }
-
-    /// Fills slabs with replicas on this node again. Returns false if it was not suspended.
-    pub fn resume(&mut self, node: NodeId) -> bool {
-        self.suspended.extract_if(.., |other| *other == node).count() > 0
-    }
-
-    /// Whether a node is suspended.
-    #[must_use]
-    pub fn is_suspended(&self, node: NodeId) -> bool {
-        self.suspended.contains(&node)
-    }
-
-    /// Whether a slab has a replica on a node that is suspended.
-    fn has_suspended_replica(&self, slab: SlabId) -> bool {
-        !self.suspended.is_empty()
-            && self.slabs.replicas(slab).iter().any(|replica| self.is_suspended(replica.node))
-    }
-
-    /// Drops the replica of a slab on a node that lacks a WRITE, if there is another replica.
-    pub fn drop_replica(&mut self, slab: SlabId, node: NodeId) {
-        if self.slabs.drop_replica(slab, node) {
-            self.degraded.insert(slab);
-        }
     }
 
     /// A replica of any slab on this node.

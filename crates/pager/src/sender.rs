@@ -6,12 +6,14 @@
 //! Several batches are in flight at once, and adjacent pages are written by one WRITE. A page is
 //! written to another slab if no replica acknowledged it.
 //!
+//! - `collect` applies what has completed.
 //! - `confirm` checks that the clean copies of unchanged pages still exist.
 //! - `heal` makes missing replicas and repairs damaged pages.
 //! - `suspend` makes that nothing waits for a node while other nodes have replicas.
 //! - `repack` chooses sparse slabs to be vacated.
 
 mod batch;
+mod collect;
 mod confirm;
 mod heal;
 mod repack;
@@ -21,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work, WorkError};
+use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work};
 use aquifer_pool::{NodeId, OperationGuard, PoolClient, PoolError};
 
 use crate::allowance::Allowance;
@@ -476,98 +478,6 @@ impl Sender {
             }
         }
         PostReadiness::Open
-    }
-
-    /// Polls all ports, applies the completions, and drops the nodes of failed operations.
-    fn collect(&mut self) {
-        let mut completions = std::mem::take(&mut self.completions);
-        for (node, port) in self.ports.open_ports() {
-            completions.clear();
-            while port.in_flight > completions.len() && port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0
-            {
-            }
-            port.in_flight -= completions.len();
-            if !completions.is_empty() {
-                port.unanswered = Duration::ZERO;
-            }
-            for completion in &completions {
-                let is_done = if completion.id >= HEAL_WORK_ID {
-                    self.healer.apply_completion(
-                        &self.slabs,
-                        node,
-                        self.filler.any_replica_on(node),
-                        completion,
-                    )
-                } else {
-                    Self::apply_completion(&mut self.batches, completion)
-                };
-                let nodes = match completion.outcome {
-                    Err(WorkError::Away) => &mut self.away,
-                    _ if !is_done => &mut self.lost,
-                    Ok(_) if Healer::is_probe(completion) => &mut self.answering,
-                    _ => continue,
-                };
-                if !nodes.contains(&node) {
-                    nodes.push(node);
-                }
-            }
-        }
-        self.completions = completions;
-        let ports = &mut self.ports;
-        self.draining_nodes.retain(|(node, _)| ports.open_port(*node).is_some_and(|port| port.in_flight > 0));
-        for node in std::mem::take(&mut self.answering) {
-            self.resume_node(node);
-        }
-        for node in std::mem::take(&mut self.away) {
-            self.suspend_node(node);
-        }
-        for node in std::mem::take(&mut self.lost) {
-            self.drop_node(node);
-        }
-        self.end_failed_groups();
-    }
-
-    /// Records the completion of an operation of a batch. Returns false if the operation failed.
-    fn apply_completion(batches: &mut [BatchWrite], completion: &Completion) -> bool {
-        let number = completion.id >> 16;
-        let place = completion.id >> 8 & 0xff;
-        let first = usize::try_from(completion.id & 0xff).expect("8 bits");
-        let is_done = completion.outcome.is_ok();
-        let Some(batch) = batches.iter_mut().find(|batch| batch.number == number) else {
-            return is_done;
-        };
-        batch.outstanding -= 1;
-        batch.group_outstanding[first] -= 1;
-        if is_done {
-            batch.group_acknowledged[first] |= 1 << place;
-            batch.awaited_groups &= !(1 << first);
-        } else {
-            batch.failed_groups |= 1 << first;
-            batch.group_failed[first] |= 1 << place;
-        }
-        is_done
-    }
-
-    /// Ends the page groups of which an operation has failed. If no replica that acknowledged them
-    /// is left, their pages are written again.
-    fn end_failed_groups(&mut self) {
-        for at in 0..self.batches.len() {
-            for first in bits(self.batches[at].failed_groups) {
-                let batch = &mut self.batches[at];
-                if batch.group_outstanding[first] > 0 {
-                    continue;
-                }
-                batch.failed_groups &= !(1 << first);
-                batch.awaited_groups &= !(1 << first);
-                let slab = batch.locations[first].expect("it was posted to a location").slab();
-                let acknowledged = batch.group_acknowledged[first];
-                if self.slabs.replicas(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
-                    self.drop_incomplete_replicas(at, first);
-                } else {
-                    batch.write_anew(&self.slabs, batch.group_pages[first]);
-                }
-            }
-        }
     }
 
     /// Whether WRITEs to a slab are in flight.

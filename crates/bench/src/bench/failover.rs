@@ -113,8 +113,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     report.notes = vec![
         format!(
             "processes of one run write to random pages of their parts of {}, with a limit of {} for all and \
-             {REPLICAS} replicas, for {SECONDS} s; after {} s one of {NODES} memory nodes is killed or stopped, \
-             whose memory is kept for longer; {rounds} rounds, every page verified",
+             {REPLICAS} replicas, for {SECONDS} s; after {} s one of {NODES} memory nodes is killed or \
+             stopped, whose memory is kept for longer; {rounds} rounds, every page verified",
             show_bytes(BYTES),
             show_bytes(LIMIT_BYTES),
             FAULT_AFTER.as_secs()

@@ -41,7 +41,7 @@ impl Reconnector {
                 );
                 ReconnectOutcome::Fenced
             }
-            // Without kept memory, a process that has ended or does not answer is lost, as it is for
+            // Without kept memory, a process that has ended or does not answer is lost, as for
             // a new connection.
             Err(error) if to.grace.is_zero() && !may_return(to, is_suspect, &error) => ReconnectOutcome::Gone,
             Err(_) => ReconnectOutcome::Retry,

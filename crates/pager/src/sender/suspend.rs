@@ -63,8 +63,6 @@ impl Sender {
         if self.filler.resume(node) {
             tracing::info!(node = node.0, "memory node answers again");
             self.slabs.set_slow(node, false);
-            // Replicas that lack a WRITE were dropped, and not freed.
-            self.pool.suspect_leak(node);
             self.healer.search_soon();
         }
     }
@@ -109,6 +107,8 @@ impl Sender {
         for (place, replica) in self.slabs.replicas(slab).placed() {
             if failed_places & 1 << place != 0 {
                 self.filler.drop_replica(slab, replica.node);
+                // A scan frees it when the node is back.
+                self.pool.suspect_leak(replica.node);
                 self.stats.incomplete_replicas += 1;
                 self.healer.search_soon();
             }
@@ -117,8 +117,8 @@ impl Sender {
 }
 
 impl BatchWrite {
-    /// Whether a page group awaits this node and another, of which none has acknowledged it. Then it
-    /// is not this node that is late.
+    /// Whether a page group awaits this node and another, of which none has acknowledged it. Then
+    /// it is not this node that is late.
     fn awaits_others_with(&self, slabs: &SlabSet, node: NodeId) -> bool {
         super::bits(self.awaited_groups).any(|first| {
             let replicas = self.locations[first].map(|location| slabs.replicas(location.slab()));

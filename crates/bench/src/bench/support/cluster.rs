@@ -81,8 +81,8 @@ impl Cluster {
         stop_abandoned();
         let mut cluster = Self { state: folder::create(PREFIX)?, daemons: Vec::new() };
         let (nodes, memory) = (nodes.to_string(), memory_bytes.to_string());
-        let args = ["--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name(), "--keep-memory"];
-        let grace = ["--grace", KEPT_TIME].map(OsStr::new);
+        let args = ["--no-restart", "--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()];
+        let grace = ["--keep-memory", "--grace", KEPT_TIME].map(OsStr::new);
         cluster.control("up", &[args.map(OsStr::new).as_slice(), &grace].concat())?;
         cluster.daemons = procs::with_argument(cluster.state());
         Ok(cluster)
