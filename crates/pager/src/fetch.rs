@@ -24,6 +24,9 @@ pub const FETCH_PAGES_MAX: usize = 64;
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A READ that takes longer is late: another replica is read, if there is one.
 const LATE_AFTER: Duration = Duration::from_millis(50);
+/// A READ that takes longer is slower than any slow node: a replica on one is read, if there is no
+/// other.
+const SLOW_AFTER: Duration = Duration::from_millis(250);
 /// Buffers of one fetcher. All but one may belong to late READs.
 const BUFFERS_MAX: usize = 4;
 
@@ -98,8 +101,8 @@ struct ReadRange {
 #[derive(Clone, Copy, Debug)]
 struct ReplicaChoice {
     replica: Extent,
-    /// Whether another replica can be read if this one is late.
-    has_alternative: bool,
+    /// Whether another replica may be read if this one is late.
+    may_change: bool,
 }
 
 /// A READ that was late and has not completed yet.
@@ -169,7 +172,7 @@ impl Fetcher {
     pub fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         assert!((1..=FETCH_PAGES_MAX).contains(&locations.len()));
         if !self.late.is_empty() {
-            self.poll_late_reads();
+            self.poll_late_reads(None);
         }
         self.plan_ranges(slabs, locations);
         for number in 0..self.ranges.len() {
@@ -226,25 +229,22 @@ impl Fetcher {
         let count = replicas.len();
         if count == 1 {
             let replica = replicas.iter().next().filter(|replica| !self.failed.contains(&replica.node))?;
-            return Some(ReplicaChoice { replica, has_alternative: false });
+            return Some(ReplicaChoice { replica, may_change: slabs.replicas_wanted() > 1 });
         }
         let mut chosen: Option<Extent> = None;
         let mut is_slow = false;
-        let mut others = 0;
         for turn in 0..count {
             let replica = replicas.iter().nth((slab.0 as usize + turn) % count)?;
             if self.failed.contains(&replica.node) {
                 continue;
             }
             let slow = slabs.is_slow(replica.node) || self.is_late(replica.node);
-            others += usize::from(!slow);
             if chosen.is_none() || is_slow && !slow {
                 chosen = Some(replica);
                 is_slow = slow;
             }
         }
-        let has_alternative = others > usize::from(!is_slow);
-        chosen.map(|replica| ReplicaChoice { replica, has_alternative })
+        chosen.map(|replica| ReplicaChoice { replica, may_change: true })
     }
 
     fn is_late(&self, node: NodeId) -> bool {
@@ -252,14 +252,13 @@ impl Fetcher {
     }
 
     /// Reads a range from its replica, or else from another, and returns the replica that was read.
-    fn read_range(&mut self, slabs: &SlabSet, range: ReadRange) -> Result<Extent, FetchError> {
+    fn read_range(&mut self, slabs: &SlabSet, mut range: ReadRange) -> Result<Extent, FetchError> {
         self.failed.clear();
-        let mut choice = range.choice;
         let mut retried_node = None;
         loop {
-            let node = choice.replica.node;
-            let error = match self.read(&choice, range.index, range.first, range.pages) {
-                Ok(ReadOutcome::Complete) => return Ok(choice.replica),
+            let node = range.choice.replica.node;
+            let error = match self.read(slabs, range) {
+                Ok(ReadOutcome::Complete) => return Ok(range.choice.replica),
                 Ok(ReadOutcome::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
                 Err(FetchError::Refused { .. })
                     if retried_node != Some(node)
@@ -276,24 +275,30 @@ impl Fetcher {
                     error
                 }
             };
-            choice = self.choose(slabs, range.slab).ok_or(error)?;
+            range.choice = self.choose(slabs, range.slab).ok_or(error)?;
         }
     }
 
+    /// Whether another replica of a slab should be read because a READ of this node has taken so
+    /// long. A replica on a slow node is better than none for long.
+    fn has_alternative(&self, slabs: &SlabSet, slab: SlabId, node: NodeId, waited: Duration) -> bool {
+        let may_be_slow = waited >= SLOW_AFTER;
+        slabs.replicas(slab).iter().any(|replica| {
+            let other = replica.node;
+            let is_usable = other != node && !self.failed.contains(&other) && !self.is_late(other);
+            is_usable && (may_be_slow || !slabs.is_slow(other))
+        })
+    }
+
     /// Reads consecutive pages of a replica into the buffer.
-    fn read(
-        &mut self,
-        choice: &ReplicaChoice,
-        index: u32,
-        first: usize,
-        pages: usize,
-    ) -> Result<ReadOutcome, FetchError> {
+    fn read(&mut self, slabs: &SlabSet, range: ReadRange) -> Result<ReadOutcome, FetchError> {
+        let ReadRange { first, pages, slab, index, choice } = range;
         let node = choice.replica.node;
         let id = self.next_id;
         self.next_id += 1;
         self.reads += 1;
         let buffer = self.buffer;
-        let since = choice.has_alternative.then(|| self.ports.now());
+        let since = choice.may_change.then(|| self.ports.now());
         let port = self.ports.port(node).map_err(|cause| FetchError::NodeGone { node, cause })?;
         let local = port.slice_of(buffer, first * PAGE_BYTES, pages * PAGE_BYTES);
         let verb = Verb::Read { local, remote: page_of(&choice.replica, index) };
@@ -323,7 +328,10 @@ impl Fetcher {
                 continue;
             };
             port.endpoint.wait(LATE_AFTER);
-            if self.ports.now().saturating_sub(since) >= LATE_AFTER {
+            // A node that was late may have answered meanwhile.
+            self.poll_late_reads(Some(node));
+            let waited = self.ports.now().saturating_sub(since);
+            if waited >= LATE_AFTER && self.has_alternative(slabs, slab, node, waited) {
                 tracing::debug!(node = node.0, "READ is late; reading another replica");
                 self.late.push(LateRead { node, id, buffer });
                 self.change_buffer();
@@ -369,11 +377,15 @@ impl Fetcher {
         self.late.retain(|late| late.node != node);
     }
 
-    /// Polls for late READs that have completed.
-    fn poll_late_reads(&mut self) {
+    /// Polls for late READs that have completed, except on a node from which another READ is
+    /// awaited.
+    fn poll_late_reads(&mut self, awaited: Option<NodeId>) {
         for at in (0..self.late.len()).rev() {
             // One poll may have removed several entries.
-            let Some(LateRead { node, .. }) = self.late.get(at).copied() else { continue };
+            let late = self.late.get(at).copied();
+            let Some(LateRead { node, .. }) = late.filter(|late| Some(late.node) != awaited) else {
+                continue;
+            };
             let Some(port) = self.ports.open_port(node) else { continue };
             self.completions.clear();
             port.endpoint.poll(&mut self.completions, FETCH_PAGES_MAX);
@@ -400,8 +412,13 @@ impl Fetcher {
         if Mutation::SkipChecksum.is_active() || self.buffer_crc(index) == expected {
             return Ok(());
         }
-        let again = ReplicaChoice { replica, has_alternative: false };
-        let mut outcome = self.read(&again, page, index, 1).map(|_| ());
+        let (node, slab) = (replica.node, location.slab());
+        let choice = ReplicaChoice { replica, may_change: true };
+        let mut range = ReadRange { first: index, pages: 1, slab, index: page, choice };
+        let mut outcome = match self.read(slabs, range) {
+            Ok(ReadOutcome::Late) => Err(FetchError::Refused { node, cause: WorkError::Timeout }),
+            outcome => outcome.map(drop),
+        };
         let found = self.buffer_crc(index);
         if outcome.is_ok() && found == expected {
             return Ok(());
@@ -413,8 +430,9 @@ impl Fetcher {
         }
         self.failed.clear();
         self.failed.push(replica.node);
-        while let Some(choice) = self.choose(slabs, location.slab()) {
-            match self.read(&choice, location.index(), index, 1) {
+        while let Some(choice) = self.choose(slabs, slab) {
+            range = ReadRange { index: location.index(), choice, ..range };
+            match self.read(slabs, range) {
                 Ok(ReadOutcome::Complete) if self.buffer_crc(index) == expected => {
                     if let Err(FetchError::Damaged { .. }) = outcome {
                         tracing::warn!(

@@ -84,7 +84,8 @@ pub struct SenderStats {
     pub zero_pages: u64,
     /// Pages that were unchanged, and so not written.
     pub unchanged_pages: u64,
-    /// Slabs that hold pages and have fewer replicas than requested at present.
+    /// Slabs that hold pages and have fewer replicas than requested at present, on nodes that are
+    /// not suspended.
     pub degraded_slabs: u64,
     /// Slabs of which a missing replica was made.
     pub copied_slabs: u64,
@@ -116,6 +117,9 @@ pub struct Sender {
     answering: Vec<NodeId>,
     /// The time when unanswered operations were looked at last.
     looked_at: Duration,
+    answer_waits: suspend::AnswerWaits,
+    /// While nodes are suspended: the number of degraded slabs, as counted last.
+    reduced_slabs: Option<u64>,
     /// Nodes that were dropped while operations to them were in flight. A leak scan must not free
     /// what was on such a node before these have ended.
     draining_nodes: Vec<(NodeId, OperationGuard)>,
@@ -147,7 +151,7 @@ impl Sender {
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
         connect_slab_nodes(&filler, &mut pool, &*connector);
         let nodes = filler.adopt_recovered(&mut pool);
-        Self {
+        let mut sender = Self {
             filler,
             slabs,
             ports: Ports::new(connector, Arc::clone(mempool.memory())),
@@ -159,6 +163,8 @@ impl Sender {
             away: Vec::new(),
             answering: Vec::new(),
             looked_at: Duration::ZERO,
+            answer_waits: suspend::AnswerWaits::default(),
+            reduced_slabs: None,
             draining_nodes: Vec::new(),
             healer: Healer::new(nodes),
             repacker: Repacker::default(),
@@ -167,7 +173,10 @@ impl Sender {
             is_pool_short: Arc::clone(mempool.pool_short_flag()),
             bytes_at_check: 0,
             stats: SenderStats::default(),
-        }
+        };
+        let nodes: Vec<NodeId> = sender.pool.nodes().collect();
+        nodes.into_iter().for_each(|node| sender.open_port_early(node));
+        sender
     }
 
     /// Sets how large slabs are. Must be called before there are any.
@@ -206,9 +215,12 @@ impl Sender {
     /// The counters so far.
     #[must_use]
     pub fn stats(&self) -> SenderStats {
-        let holds_pages = |slab: &SlabId| self.slabs.live_pages(*slab) > 0;
-        let degraded = self.filler.degraded().filter(holds_pages).count();
-        SenderStats { degraded_slabs: degraded as u64, ..self.stats }
+        // With many slabs it takes long to count those with a replica on a suspended node.
+        let degraded_slabs = match self.reduced_slabs {
+            Some(reduced_slabs) => reduced_slabs,
+            None => self.filler.reduced_count() as u64,
+        };
+        SenderStats { degraded_slabs, ..self.stats }
     }
 
     /// The client of the pool from which slabs are allocated.
@@ -381,6 +393,7 @@ impl Sender {
         self.ports.close(node);
         self.pool.add_node(node, endpoint)?;
         tracing::info!(node = node.0, "memory node added");
+        self.open_port_early(node);
         self.healer.node_added(node);
         Ok(())
     }
@@ -517,5 +530,6 @@ impl Sender {
         }
         self.slabs.set_slow(node, false);
         self.healer.search_soon();
+        self.count_reduced_slabs();
     }
 }

@@ -255,8 +255,8 @@ fn kill_the_node(fabric: &str) {
 fn a_stopped_node_is_waited_for() {
     const CHECKS: usize = 40;
     let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
-    let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
-    await_paging(&cluster, 64 << 20);
+    let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "96M", "--rounds", "2"]);
+    await_paging(&cluster, 48 << 20);
     let node = cluster.daemon("node", Some(1));
     processes::signal(node, Signal::STOP);
     let program = program_of(&run);

@@ -35,6 +35,12 @@ fn await_paging(cluster: &Cluster) {
     });
 }
 
+fn await_replicas(cluster: &Cluster) {
+    eventually("all pages to be on two nodes again", || {
+        (figure(cluster, "degraded_slabs")? == 0).then_some(())
+    });
+}
+
 /// Waits until this many more faults of the program are served.
 fn await_faults(cluster: &Cluster, more: u64) {
     let before = figure(cluster, "faults").expect("the program runs");
@@ -52,12 +58,12 @@ fn end(cluster: &Cluster, run: Running) {
 
 #[test]
 fn a_dead_node_is_not_noticed() {
-    kill_a_node("shm", "12");
+    kill_a_node("shm", "6");
 }
 
 #[test]
 fn a_dead_node_elsewhere_is_not_noticed() {
-    kill_a_node("tcp", "4");
+    kill_a_node("tcp", "2");
 }
 
 fn kill_a_node(fabric: &str, rounds: &str) {
@@ -80,17 +86,16 @@ fn a_node_with_kept_memory_is_not_waited_for() {
     await_paging(&cluster);
     let node = cluster.daemon("node", Some(2));
     processes::signal(node, Signal::STOP);
-    await_faults(&cluster, 30_000);
+    await_faults(&cluster, 15_000);
     processes::signal(node, Signal::CONT);
-    await_faults(&cluster, 20_000);
+    await_faults(&cluster, 8_000);
+    await_replicas(&cluster);
     processes::kill(node);
-    await_faults(&cluster, 30_000);
+    await_faults(&cluster, 15_000);
     let output = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
-    eventually("all pages to be on two nodes again", || {
-        (figure(&cluster, "degraded_slabs")? == 0).then_some(())
-    });
-    await_faults(&cluster, 20_000);
+    await_replicas(&cluster);
+    await_faults(&cluster, 8_000);
     end(&cluster, run);
     cluster.assert_all_free();
 }
@@ -131,7 +136,7 @@ fn all_nodes_may_be_replaced_under_a_program() {
                 is_whole.then_some(())
             });
         }
-        await_faults(&cluster, 20_000);
+        await_faults(&cluster, 8_000);
         end(&cluster, run);
     }
 }

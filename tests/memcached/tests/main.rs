@@ -8,6 +8,7 @@ mod cluster;
 mod descriptors;
 mod differential;
 mod expiry;
+mod kills;
 mod limits;
 mod operators;
 mod pool;

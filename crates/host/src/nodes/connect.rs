@@ -61,6 +61,9 @@ impl NodeRegistry {
     }
 
     /// Connects to a node as [`Connector::connect_lazily`] does.
+    ///
+    /// An endpoint whose operations wait connects by itself, if this tenant has connected to the
+    /// node before: a node that does not answer must not stop a thread that can use other nodes.
     pub(crate) fn connect_lazily(
         &self,
         node: NodeId,
@@ -68,24 +71,31 @@ impl NodeRegistry {
         purpose: EndpointPurpose,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let policy = purpose.away_policy();
-        match self.try_connect(node, tenant, purpose, policy) {
-            Ok(endpoint) => return Ok(endpoint),
-            Err(ConnectFailure { error, is_temporary: false }) => return Err(error),
-            // It is not away.
-            Err(ConnectFailure { error, .. }) if error.is_lack_of_room() => {
-                return self.connect_for(node, tenant, purpose);
-            }
-            Err(_) => {}
-        }
         let contact = lock(&self.contacts).get(&(node, tenant)).cloned();
-        match (contact, self.me.upgrade()) {
-            (Some(Contact { target, epoch }), Some(nodes)) => {
-                let reconnector = Arc::new(Reconnector { nodes, node, tenant, epoch });
-                let endpoint = ReconnectingEndpoint::to_away_target(target, reconnector, policy);
-                Ok(self.tolerating_fences(node, Box::new(endpoint), policy))
+        let life = match self.state(node, Instant::now()) {
+            NodeState::Present(last) | NodeState::Suspect(last) | NodeState::Away(Some(last)) => {
+                Some(last.epoch)
             }
-            _ if policy == AwayPolicy::Fail => Err(away_node(node)),
-            _ => self.connect_for(node, tenant, purpose),
+            NodeState::Away(None) => None,
+            NodeState::Unknown => return Err(unknown_node(node)),
+        };
+        if policy == AwayPolicy::Fail {
+            match self.try_connect(node, tenant, purpose, policy) {
+                Err(ConnectFailure { is_temporary: true, .. }) => {}
+                outcome => return outcome.map_err(|failure| failure.error),
+            }
+        }
+        match (contact, self.me.upgrade()) {
+            (Some(Contact { target, epoch }), Some(nodes)) if life.is_none_or(|life| life == epoch) => {
+                let key = ShareKey { node, life: epoch, tenant, purpose };
+                self.shares.endpoint(key, || {
+                    let reconnector = Arc::new(Reconnector { nodes, node, tenant, epoch });
+                    let endpoint = ReconnectingEndpoint::to_away_target(target, reconnector, policy);
+                    let endpoint = self.tolerating_fences(node, Box::new(endpoint), policy);
+                    Ok((endpoint, self.charge_endpoint(tenant)))
+                })
+            }
+            _ => self.connect_in(node, tenant, purpose, policy),
         }
     }
 
@@ -205,9 +215,7 @@ impl NodeRegistry {
         policy: AwayPolicy,
     ) -> Box<dyn Endpoint> {
         let PresentNode { epoch, grace, .. } = *present;
-        if !grace.is_zero() {
-            self.record_contact(node, tenant, Contact { target: TargetDescription::of(&*endpoint), epoch });
-        }
+        self.record_contact(node, tenant, Contact { target: TargetDescription::of(&*endpoint), epoch });
         let endpoint = match self.me.upgrade() {
             Some(nodes) if !grace.is_zero() || policy == AwayPolicy::Fail => {
                 let reconnector = Reconnector { nodes, node, tenant, epoch };

@@ -32,6 +32,28 @@ impl Filler {
         self.suspended.contains(&node)
     }
 
+    /// The number of slabs in use that have fewer replicas than requested on nodes that are not
+    /// suspended.
+    #[must_use]
+    pub fn reduced_count(&self) -> usize {
+        let holds_pages = |slab: &SlabId| self.slabs.live_pages(*slab) > 0;
+        if self.suspended.is_empty() {
+            return self.degraded.iter().filter(holds_pages).count();
+        }
+        let wanted = self.slabs.replicas_wanted();
+        let is_reduced = |slab: &SlabId| {
+            let replicas = self.slabs.replicas(*slab).iter();
+            replicas.filter(|replica| !self.is_suspended(replica.node)).count() < wanted
+        };
+        self.in_use.iter().filter(holds_pages).filter(is_reduced).count()
+    }
+
+    /// Whether any node is suspended.
+    #[must_use]
+    pub fn has_suspended_nodes(&self) -> bool {
+        !self.suspended.is_empty()
+    }
+
     /// Whether a slab has a replica on a node that is suspended.
     pub(super) fn has_suspended_replica(&self, slab: SlabId) -> bool {
         !self.suspended.is_empty()

@@ -164,6 +164,7 @@ impl Sender {
     fn probe_nodes(&mut self) {
         let Some(buffer) = self.buffer() else { return };
         self.healer.search_soon();
+        self.count_reduced_slabs();
         for node in std::mem::take(&mut self.healer.unconfirmed) {
             if let Err(error) = self.ports.port(node) {
                 self.drop_unreachable(node, &error);
@@ -432,7 +433,7 @@ impl Sender {
         }
         self.stats.copied_slabs += 1;
         self.filler.end_copying(&mut self.pool, task.slab);
-        if self.filler.degraded_count() == 0 {
+        if self.filler.degraded_count() == 0 && !self.filler.has_suspended_nodes() {
             tracing::info!("all slabs have their replicas again");
         }
     }

@@ -26,13 +26,44 @@ use crate::slabs::SlabSet;
 /// The time without an answer of a node after which its operations are given up, if batches are in
 /// flight, for which programs may wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(50);
-/// The same if only probes or copies are in flight.
+/// The same if only probes or copies are in flight. The time above doubles up to this one each time
+/// that a node is given up, so that a busy machine does not drop and make replicas all the time.
 const QUIET_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time after which it is as short again as it was.
+const CALM_TIME: Duration = Duration::from_secs(10);
 /// The most that the time between two calls counts, so that nodes are not blamed for a pause of
 /// this process.
 const STEP_MAX: Duration = Duration::from_millis(20);
 /// The interval of the calls that [`Sender::call_interval`] asks for.
 const CALL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// How long answers are awaited while batches are in flight.
+#[derive(Debug)]
+pub(super) struct AnswerWaits {
+    timeout: Duration,
+    /// When it has become longer for the last time.
+    lengthened_at: Duration,
+}
+
+impl Default for AnswerWaits {
+    fn default() -> Self {
+        Self { timeout: ANSWER_TIMEOUT, lengthened_at: Duration::ZERO }
+    }
+}
+
+impl AnswerWaits {
+    fn timeout(&mut self, now: Duration) -> Duration {
+        if now.saturating_sub(self.lengthened_at) >= CALM_TIME {
+            self.timeout = ANSWER_TIMEOUT;
+        }
+        self.timeout
+    }
+
+    fn lengthen(&mut self, now: Duration) {
+        self.timeout = (self.timeout * 2).min(QUIET_ANSWER_TIMEOUT);
+        self.lengthened_at = now;
+    }
+}
 
 /// The clock of a connector.
 #[derive(Debug)]
@@ -55,6 +86,23 @@ impl Sender {
         if self.uses_node(node) && self.filler.suspend(node) {
             tracing::warn!(node = node.0, "memory node is away; writing to other nodes until it answers");
             self.slabs.set_slow(node, true);
+            self.count_reduced_slabs();
+        }
+    }
+
+    /// Counts the slabs that are degraded while nodes are suspended, for the statistics.
+    pub(super) fn count_reduced_slabs(&mut self) {
+        let is_needed = self.filler.has_suspended_nodes();
+        self.reduced_slabs = is_needed.then(|| self.filler.reduced_count() as u64);
+    }
+
+    /// With several replicas, opens the port to a node that has just answered: to connect at the
+    /// first WRITE would wait for a node that does not answer by then.
+    pub(super) fn open_port_early(&mut self, node: NodeId) {
+        if self.slabs.replicas_wanted() > 1
+            && let Err(error) = self.ports.port(node)
+        {
+            tracing::debug!(node = node.0, %error, "cannot connect to a memory node yet");
         }
     }
 
@@ -64,6 +112,7 @@ impl Sender {
             tracing::info!(node = node.0, "memory node answers again");
             self.slabs.set_slow(node, false);
             self.healer.search_soon();
+            self.count_reduced_slabs();
         }
     }
 
@@ -83,7 +132,8 @@ impl Sender {
         let now = self.ports.now();
         let passed = now.saturating_sub(self.looked_at).min(STEP_MAX);
         self.looked_at = now;
-        let timeout = if self.batches.is_empty() { QUIET_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
+        let timeout =
+            if self.batches.is_empty() { QUIET_ANSWER_TIMEOUT } else { self.answer_waits.timeout(now) };
         for (node, port) in self.ports.open_ports() {
             port.unanswered += if port.in_flight > 0 { passed } else { Duration::ZERO };
             let is_late = port.unanswered >= timeout && !port.endpoint.is_away();
@@ -92,6 +142,7 @@ impl Sender {
                 port.endpoint.give_up();
                 port.unanswered = Duration::ZERO;
                 self.stats.given_up += 1;
+                self.answer_waits.lengthen(now);
             }
         }
     }
@@ -124,5 +175,22 @@ impl BatchWrite {
             let replicas = self.locations[first].map(|location| slabs.replicas(location.slab()));
             replicas.is_some_and(|replicas| replicas.len() > 1 && replicas.on(node).is_some())
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_given_up_later_if_that_has_just_happened() {
+        let at = Duration::from_millis;
+        let mut waits = AnswerWaits::default();
+        assert_eq!(waits.timeout(at(5)), ANSWER_TIMEOUT);
+        waits.lengthen(at(60));
+        assert_eq!(waits.timeout(at(61)), 2 * ANSWER_TIMEOUT);
+        (0..9).for_each(|_| waits.lengthen(at(70)));
+        assert_eq!(waits.timeout(at(10_069)), QUIET_ANSWER_TIMEOUT);
+        assert_eq!(waits.timeout(at(10_070)), ANSWER_TIMEOUT);
     }
 }
