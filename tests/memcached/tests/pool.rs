@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use aquifer_tests_e2e::eventually::eventually;
 use aquifer_tests_e2e::{build, processes};
+use aquifer_tests_memcached::cluster::PATIENT;
 use aquifer_tests_memcached::{Options, Program, Server};
 
 /// A client that knows the values of numbered keys.
@@ -128,7 +129,7 @@ fn partitions_with_items_in_the_pool_move() {
     let start = || {
         let of_cache = ["--directory", "embedded", "--state", &state];
         // The agent is that of the state folder.
-        let options = Options::new(Program::Aquifer).with(&["--pool", "128M"]);
+        let options = Options::new(Program::Aquifer).with(&["--pool", "128M"]).with(&PATIENT);
         let mut options = options.with(&of_cache);
         options.memory_mib = 16;
         Server::start(options)
