@@ -9,13 +9,34 @@ use super::view::PresentNode;
 /// Interval between attempts to connect to a node that is away, by all threads together.
 const ATTEMPT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Attempts to connect to a node that have failed, without one that succeeded in between.
+/// Longest time between two attempts that show that the node was away in between. An attempt may
+/// take half of it.
+const ATTEMPT_GAP_MAX: Duration = Duration::from_secs(10);
+
+/// Attempts to connect to a node that have failed, one soon after the other, without one that
+/// succeeded in between.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FailedAttempts {
     /// When the first attempt began.
     pub first: Instant,
     /// When the latest attempt began.
     pub latest: Instant,
+}
+
+impl FailedAttempts {
+    /// The first failed attempt, begun at `begun`.
+    pub const fn new(begun: Instant) -> Self {
+        Self { first: begun, latest: begun }
+    }
+
+    /// Adds an attempt that has failed. If the latest was long before, the node may have been back
+    /// meanwhile.
+    pub fn add(&mut self, begun: Instant) {
+        if begun.saturating_duration_since(self.latest) > ATTEMPT_GAP_MAX {
+            self.first = begun;
+        }
+        self.latest = self.latest.max(begun);
+    }
 }
 
 /// A node without a lease whose memory outlives its process.
