@@ -166,7 +166,7 @@ impl NodeView {
         }
         let failed = self.failed.get(&node).copied();
         match self.away.get(&node) {
-            Some(away) if !away.is_lost(failed) => NodeState::Away(away.to_try(failed, now).cloned()),
+            Some(away) if !away.is_lost(failed, now) => NodeState::Away(away.to_try(failed, now).cloned()),
             Some(_) | None => NodeState::Unknown,
         }
     }
