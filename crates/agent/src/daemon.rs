@@ -22,7 +22,7 @@ use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService
 use aquifer_gateway::ListenerKind;
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
-use aquifer_host::membership::{LeaseEvents, Membership, MembershipError};
+use aquifer_host::membership::{LeaseEvents, Membership, MembershipError, wait_to_resume};
 use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::size::ByteSize;
@@ -542,7 +542,7 @@ fn join(
     loop {
         match join(Some(&predecessor)) {
             Err(MembershipError::Directory(DirectoryError::Taken { .. })) => break,
-            Err(MembershipError::Directory(error)) if retries.wait_to_repeat(&error) => {}
+            Err(MembershipError::Directory(error)) if wait_to_resume(retries, &error) => {}
             joined => return Ok(joined?),
         }
     }
@@ -563,7 +563,7 @@ fn watch_nodes(
 ) -> Result<(), MembershipError> {
     loop {
         match membership.watch_nodes(nodes) {
-            Err(MembershipError::Directory(error)) if retries.wait_to_repeat(&error) => {}
+            Err(MembershipError::Directory(error)) if wait_to_resume(retries, &error) => {}
             watched => return watched,
         }
     }

@@ -30,15 +30,27 @@ impl DirectoryRetries {
     /// Retries for `grace` from now on, until `stop` is set.
     #[must_use]
     pub fn during(grace: Duration, stop: &Arc<AtomicBool>) -> Self {
-        Self { deadline: Some(Instant::now() + grace), stop: Arc::clone(stop) }
+        Self::until(Instant::now() + grace, stop)
+    }
+
+    /// Retries before `deadline`, until `stop` is set.
+    #[must_use]
+    pub fn until(deadline: Instant, stop: &Arc<AtomicBool>) -> Self {
+        Self { deadline: Some(deadline), stop: Arc::clone(stop) }
+    }
+
+    /// Whether an operation that has failed with `error` is to be repeated.
+    #[must_use]
+    pub fn repeats(&self, error: &DirectoryError, now: Instant) -> bool {
+        let is_in_time = self.deadline.is_some_and(|deadline| now < deadline);
+        matches!(error, DirectoryError::Unavailable { .. }) && is_in_time && !self.stop.load(Relaxed)
     }
 
     /// Whether to repeat an operation that has failed with `error`. If so, it pauses before it
     /// returns.
     #[must_use]
     pub fn wait_to_repeat(&self, error: &DirectoryError) -> bool {
-        let is_in_time = self.deadline.is_some_and(|deadline| Instant::now() < deadline);
-        if !matches!(error, DirectoryError::Unavailable { .. }) || !is_in_time || self.stop.load(Relaxed) {
+        if !self.repeats(error, Instant::now()) {
             return false;
         }
         tracing::warn!(%error, "cannot take over from the previous daemon yet; retrying every second");

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use aquifer_channel::boot_time::BootInstant;
 use aquifer_directory::names::{self, AgentRecord};
-use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
+use aquifer_directory::{Directory, DirectoryError, DirectoryRetries, FailureLog, Lease};
 use aquifer_fabric::Host;
 
 use crate::mutation::Mutation;
+use crate::node_updates::NodeUpdates;
 use crate::nodes::NodeRegistry;
 
 /// Lifetime of a host's lease without a keep-alive. Nodes fence the host when it ends, and its
@@ -165,12 +166,17 @@ impl Membership {
     /// # Errors
     /// Those of the directory.
     pub fn watch_nodes(&mut self, nodes: &Arc<NodeRegistry>) -> Result<(), MembershipError> {
-        let revision = nodes.refresh()?;
-        let (directory, stop, nodes) =
-            (Arc::clone(&self.directory), Arc::clone(&self.stop), Arc::clone(nodes));
+        let mut updates = NodeUpdates::start(Arc::clone(&self.directory), Arc::clone(nodes))?;
+        let stop = Arc::clone(&self.stop);
         let thread = std::thread::Builder::new()
             .name("node-watch".into())
-            .spawn(move || watch_until_stopped(&*directory, &nodes, &stop, revision))
+            .spawn(move || {
+                while !stop.load(Relaxed) {
+                    if !updates.step(TICK) {
+                        std::thread::sleep(TICK);
+                    }
+                }
+            })
             .map_err(MembershipError::Thread)?;
         self.threads.push(thread);
         Ok(())
@@ -252,45 +258,17 @@ pub fn renew(directory: &dyn Directory, lease: Lease) -> Renewal {
     }
 }
 
-/// Applies the directory's events on nodes until `stop`. When the watch fails, lists the nodes and
-/// watches again.
-fn watch_until_stopped(
-    directory: &dyn Directory,
-    nodes: &NodeRegistry,
-    stop: &AtomicBool,
-    mut revision: u64,
-) {
-    let (mut watch_failures, mut listing_failures) = (FailureLog::default(), FailureLog::default());
-    while !stop.load(Relaxed) {
-        let Err(error) = watch(directory, nodes, stop, &mut revision) else { continue };
-        if let Some(failures) = watch_failures.record(Instant::now()) {
-            tracing::warn!(%error, failures, "watch over memory nodes failed; listing them again");
-        }
-        std::thread::sleep(TICK);
-        match nodes.refresh() {
-            Ok(listed_at) => revision = listed_at,
-            Err(error) => {
-                if let Some(failures) = listing_failures.record(Instant::now()) {
-                    tracing::warn!(%error, failures, "listing memory nodes failed; retrying");
-                }
-            }
-        }
-    }
+/// Whether the next process of a host repeats a request after this failure, to take over from the
+/// process before. If so, it pauses before it returns.
+#[must_use]
+pub fn wait_to_resume(retries: &DirectoryRetries, error: &DirectoryError) -> bool {
+    let is_repeated = repeats_resume(retries, error, Instant::now());
+    is_repeated && retries.wait_to_repeat(error)
 }
 
-/// Applies the directory's events on nodes from `revision` on, until `stop`.
-fn watch(
-    directory: &dyn Directory,
-    nodes: &NodeRegistry,
-    stop: &AtomicBool,
-    revision: &mut u64,
-) -> Result<(), DirectoryError> {
-    let mut watch = directory.watch(names::NODES, *revision + 1)?;
-    while !stop.load(Relaxed) {
-        if let Some(event) = watch.next(TICK)? {
-            nodes.apply_event(&event);
-            *revision = event.revision;
-        }
-    }
-    Ok(())
+/// Whether the next process of a host repeats a request after this failure at `now`: nothing of the
+/// host is freed in its grace time, so the process must not fail before.
+#[must_use]
+pub fn repeats_resume(retries: &DirectoryRetries, error: &DirectoryError, now: Instant) -> bool {
+    retries.repeats(error, now) && !Mutation::TryOnce.is_active()
 }

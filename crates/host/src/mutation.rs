@@ -14,5 +14,12 @@ aquifer_mutation::mutations! {
         KeepGraceTimes,
         /// A host ends as soon as the directory does not answer.
         GiveUpWhenCutOff,
+        /// Kept memory is lost when its time has passed since the end of the node's lease, although
+        /// no attempt to connect has failed.
+        LoseByTimer,
+        /// A host does not connect to a node whose lease has ended and whose memory is kept.
+        ForgetAddress,
+        /// The next process of a host ends when its first attempt to take over fails.
+        TryOnce,
     }
 }

@@ -24,10 +24,13 @@ use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
+pub use connect::ConnectFailure;
 pub use fenced::AfterFence;
 pub use shares::EndpointPurpose;
 use shares::EndpointShares;
 use view::{NodeState, NodeView};
+
+use crate::environment::{HostEnvironment, SystemEnvironment};
 
 /// The memory nodes that the directory has, and how this host connects to them.
 ///
@@ -37,8 +40,7 @@ pub struct NodeRegistry {
     me: Weak<Self>,
     directory: Arc<dyn Directory>,
     identity: Identity,
-    key: Option<ClusterKey>,
-    connect: ConnectOptions,
+    environment: Arc<dyn HostEnvironment>,
     after_fence: AfterFence,
     view: RwLock<NodeView>,
     /// When the latest listing began that shows what became of nodes that are away.
@@ -75,12 +77,27 @@ impl NodeRegistry {
         connect: ConnectOptions,
         after_fence: AfterFence,
     ) -> Arc<Self> {
+        Self::in_environment(
+            directory,
+            identity,
+            Arc::new(SystemEnvironment { key, options: connect }),
+            after_fence,
+        )
+    }
+
+    /// Creates a registry without nodes, with a given clock and way to connect.
+    #[must_use]
+    pub fn in_environment(
+        directory: Arc<dyn Directory>,
+        identity: Identity,
+        environment: Arc<dyn HostEnvironment>,
+        after_fence: AfterFence,
+    ) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
             me: Weak::clone(me),
             directory,
             identity,
-            key,
-            connect,
+            environment,
             after_fence,
             view: RwLock::default(),
             listed_at: Mutex::default(),
@@ -99,14 +116,14 @@ impl NodeRegistry {
     /// # Errors
     /// Those of the directory.
     pub(crate) fn refresh(&self) -> Result<u64, DirectoryError> {
-        let begun = Instant::now();
+        let begun = self.now();
         let listing = self.directory.list(names::NODES)?;
         self.apply_listing(&listing, begun);
         Ok(listing.revision)
     }
 
     fn apply_listing(&self, listing: &Listing, begun: Instant) {
-        let (mut view, now) = (self.write_view(), Instant::now());
+        let (mut view, now) = (self.write_view(), self.now());
         let mut records: Vec<NodeRecord> = Vec::with_capacity(listing.entries.len());
         for entry in &listing.entries {
             match names::decode(entry) {
@@ -122,7 +139,7 @@ impl NodeRegistry {
         let Some(number) = event.key.strip_prefix(names::NODES).and_then(|number| number.parse().ok()) else {
             return;
         };
-        let (mut view, now) = (self.write_view(), Instant::now());
+        let (mut view, now) = (self.write_view(), self.now());
         let record = match &event.kind {
             WatchEventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
                 Ok(record) => Some(record),
@@ -140,7 +157,7 @@ impl NodeRegistry {
     /// Those of the directory.
     pub fn load_lives(&self) -> Result<(), DirectoryError> {
         let lives = names::lives(&*self.directory)?;
-        self.write_view().add_lives(&lives, Instant::now());
+        self.write_view().add_lives(&lives, self.now());
         Ok(())
     }
 
@@ -150,7 +167,7 @@ impl NodeRegistry {
     /// Returns nothing: a node that has not returned is logged.
     pub fn wait_for_return_of(&self, nodes: &BTreeSet<NodeId>) {
         for node in nodes {
-            let is_kept = match self.state(*node, Instant::now()) {
+            let is_kept = match self.state(*node, self.now()) {
                 NodeState::Present(present) => !present.grace.is_zero(),
                 NodeState::Away(_) => {
                     tracing::info!(node = node.0, "waiting for a memory node that is away");
@@ -199,7 +216,9 @@ impl NodeRegistry {
     /// The nodes that have left the directory since this registry exists, and for how long.
     #[must_use]
     pub fn missing(&self) -> Vec<(NodeId, Duration)> {
-        self.read_view().missing().map(|(node, since)| (node, since.elapsed())).collect()
+        let now = self.now();
+        let since = |since| now.saturating_duration_since(since);
+        self.read_view().missing().map(|(node, left_at)| (node, since(left_at))).collect()
     }
 
     /// This host's number in the pool.
@@ -283,6 +302,10 @@ impl NodeRegistry {
     /// Charges endpoints from now on to the users of this host.
     pub fn charge_endpoints(&self, descriptors: &Arc<DescriptorShares>) {
         let _set_before = self.descriptors.set(Arc::clone(descriptors));
+    }
+
+    fn now(&self) -> Instant {
+        self.environment.now()
     }
 
     fn state(&self, node: NodeId, now: Instant) -> NodeState {

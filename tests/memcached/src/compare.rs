@@ -12,7 +12,7 @@ use crate::stream::meta::WRONG_BASE64;
 use crate::stream::words::ODD_KEYS;
 
 /// Times may differ by this much, and by the duration of the script.
-const TOLERANCE_S: u64 = 2;
+const TOLERANCE_S: u64 = 10;
 /// After this time a script is not shrunk further.
 const SHRINK_TIME: Duration = Duration::from_secs(60);
 

@@ -25,7 +25,8 @@ impl Endpoint for SimEndpoint {
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let mut world = lock(&self.world);
         let link = &world.links[self.id];
-        if world.options.step_on_poll && link.done.is_empty() && link.is_busy() {
+        let is_waiting = world.options.step_on_poll && link.done.is_empty() && link.is_busy();
+        if is_waiting && world.next_event_ns().is_some_and(|next_ns| next_ns <= world.polled_until_ns) {
             world.step();
         }
         let done = &mut world.links[self.id].done;

@@ -30,6 +30,8 @@ pub(super) struct SimLink {
     /// Whether requests or answers are lost from now on.
     pub requests_lost: bool,
     pub answers_lost: bool,
+    /// The time from which on operations wait for the node, which is stopped.
+    pub silent_since_ns: Option<u64>,
     /// The error of the next operation, set when the loss of the peer was noticed.
     pub pending_error: Option<WorkError>,
     pub broken: bool,
@@ -64,6 +66,7 @@ impl SimLink {
             waiting_at_node: 0,
             requests_lost: false,
             answers_lost: false,
+            silent_since_ns: None,
             pending_error: None,
             broken: false,
             closed: false,

@@ -156,6 +156,18 @@ impl SimFabric {
         self.lock().partition(host, node, cut);
     }
 
+    /// Stops the process of a node, or resumes it. Operations wait for a stopped node, and end with
+    /// [`crate::WorkError::Timeout`] if it is not resumed in time. Attempts to connect time out.
+    pub fn stop_node(&self, node: SimNodeId, is_stopped: bool) {
+        self.lock().stop_node(node, is_stopped);
+    }
+
+    /// With [`SimOptions::step_on_poll`], plays no event after this time when an endpoint is
+    /// polled.
+    pub fn limit_polls(&self, until_ns: u64) {
+        self.lock().polled_until_ns = until_ns;
+    }
+
     /// Multiplies the delays of everything that a host posts from now on; 1 is normal.
     pub fn slow(&self, host: Host, factor: u64) {
         self.lock().slow(host, factor);

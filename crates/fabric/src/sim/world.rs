@@ -14,6 +14,10 @@ use crate::target::{Host, Identity, Region, Scope};
 use crate::unit_map::RegionMemory;
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
+/// The greatest time until an endpoint notices that its node has crashed.
+const CRASH_NOTICE_NS: u64 = 1_000_000;
+/// How often in the timeout an operation checks whether a stopped node was resumed.
+const STOPPED_CHECKS: u64 = 100;
 /// The greatest factor by which strays are slower than other operations.
 const STRAY_FACTOR_MAX: u64 = 64;
 
@@ -28,6 +32,9 @@ pub(super) struct FabricWorld {
     pub nodes: Vec<SimNode>,
     pub links: Vec<SimLink>,
     cuts: HashSet<(Host, SimNodeId)>,
+    stopped: HashSet<SimNodeId>,
+    /// Polls play no event after this time.
+    pub polled_until_ns: u64,
     slowness: HashMap<Host, u64>,
     slow_nodes: HashMap<SimNodeId, u64>,
 }
@@ -49,6 +56,8 @@ enum SimEvent {
     Complete(u64),
     /// A message from the node reaches the host.
     Deliver(Vec<u8>),
+    /// The timeout of operations that wait from this time on for a stopped node.
+    EndWait(u64),
     /// The host notices the loss of the peer.
     Fail(FailCause),
 }
@@ -93,6 +102,8 @@ impl FabricWorld {
             nodes: Vec::new(),
             links: Vec::new(),
             cuts: HashSet::new(),
+            stopped: HashSet::new(),
+            polled_until_ns: u64::MAX,
             slowness: HashMap::new(),
             slow_nodes: HashMap::new(),
         }
@@ -115,8 +126,11 @@ impl FabricWorld {
     pub fn connect(&mut self, node: SimNodeId, who: Identity) -> Result<(usize, Vec<Region>), EndpointError> {
         let address = format!("simulated node {}", node.0);
         let state = self.nodes.get(node.0).filter(|state| state.alive);
-        let Some(state) = state.filter(|_| !self.cuts.contains(&(who.host, node))) else {
-            let source = std::io::ErrorKind::ConnectionRefused.into();
+        let Some(state) = state.filter(|_| !self.is_cut(who.host, node)) else {
+            let is_silent = self.stopped.contains(&node);
+            let kind =
+                if is_silent { std::io::ErrorKind::TimedOut } else { std::io::ErrorKind::ConnectionRefused };
+            let source = kind.into();
             return Err(EndpointError::Unreachable { address, source });
         };
         let present = self.links.iter().filter(|link| link.node == node && !link.closed).count();
@@ -154,7 +168,8 @@ impl FabricWorld {
                 self.links[link].delivering -= 1;
                 self.links[link].inbox.push_back(message);
             }
-            SimEvent::Fail(FailCause::Timeout) => {
+            SimEvent::EndWait(since_ns) if self.links[link].silent_since_ns != Some(since_ns) => {}
+            SimEvent::EndWait(_) | SimEvent::Fail(FailCause::Timeout) => {
                 let is_open = !self.links[link].is_broken() && !self.links[link].closed;
                 let has_strays = self.options.has_strays && is_open;
                 let on_the_wire = if has_strays { self.leave_on_the_wire(link) } else { Vec::new() };
@@ -206,7 +221,7 @@ impl FabricWorld {
         let has_room = message.len() <= self.options.limits.message_bytes_max as usize
             && link.delivering + link.inbox.len() < self.options.limits.receive_depth;
         let open = link.node == node && !link.closed && !link.is_broken();
-        let lost = self.cuts.contains(&(to, node)) || !state.alive;
+        let lost = self.is_cut(to, node) || !state.alive;
         if !open || is_fenced || !has_room || lost {
             return false;
         }
@@ -226,7 +241,7 @@ impl FabricWorld {
                 self.apply(id, serial);
             }
             self.links[id].requests_lost = true;
-            let noticed_ns = self.now_ns + 1 + self.rng.below(self.options.timeout_ns);
+            let noticed_ns = self.now_ns + 1 + self.rng.below(self.options.timeout_ns.min(CRASH_NOTICE_NS));
             self.schedule(noticed_ns, id, SimEvent::Fail(FailCause::PeerGone));
         }
         self.nodes[node.0].alive = false;
@@ -298,7 +313,7 @@ impl FabricWorld {
     /// Drops the strays of a connection, as a node does when it closes the connection.
     pub fn drop_strays(&mut self, id: usize) -> Result<(), EndpointError> {
         let SimLink { who, node, .. } = self.links[id];
-        if self.cuts.contains(&(who.host, node)) {
+        if self.is_cut(who.host, node) {
             let source = std::io::ErrorKind::TimedOut.into();
             return Err(EndpointError::Unreachable { address: format!("simulated node {}", node.0), source });
         }
@@ -312,6 +327,19 @@ impl FabricWorld {
         } else {
             self.cuts.remove(&(host, node));
         }
+    }
+
+    pub fn stop_node(&mut self, node: SimNodeId, is_stopped: bool) {
+        if is_stopped {
+            self.stopped.insert(node);
+        } else {
+            self.stopped.remove(&node);
+        }
+    }
+
+    /// Whether nothing passes between a host and a node now.
+    fn is_cut(&self, host: Host, node: SimNodeId) -> bool {
+        self.stopped.contains(&node) || self.cuts.contains(&(host, node))
     }
 
     pub fn slow(&mut self, host: Host, factor: u64) {
@@ -346,7 +374,7 @@ impl FabricWorld {
     fn apply(&mut self, id: usize, serial: u64) {
         let link = &self.links[id];
         let node = link.node;
-        let cut = self.cuts.contains(&(link.who.host, node));
+        let cut = self.is_cut(link.who.host, node);
         let Some(index) = link.in_flight.iter().position(|op| op.serial == serial) else {
             if !cut && self.nodes[node.0].alive {
                 self.apply_stray(id, serial);
@@ -356,6 +384,11 @@ impl FabricWorld {
         if link.requests_lost || link.in_flight[index].applied.is_some() {
             return;
         }
+        if self.stopped.contains(&node) {
+            self.wait_for_stopped(id, serial);
+            return;
+        }
+        self.links[id].silent_since_ns = None;
         if cut || !self.nodes[node.0].alive {
             self.links[id].requests_lost = true;
             let noticed_ns = self.now_ns + self.options.timeout_ns;
@@ -373,6 +406,21 @@ impl FabricWorld {
         self.schedule(at_ns, id, SimEvent::Complete(serial));
     }
 
+    /// Leaves an operation in the buffers of a stopped node, until the node is resumed or
+    /// the timeout has passed.
+    fn wait_for_stopped(&mut self, id: usize, serial: u64) {
+        if self.links[id].silent_since_ns.is_none() {
+            let since_ns = self.now_ns;
+            self.links[id].silent_since_ns = Some(since_ns);
+            self.schedule(since_ns + self.options.timeout_ns, id, SimEvent::EndWait(since_ns));
+        }
+        // Operations stay in order.
+        let at_ns =
+            (self.now_ns + self.options.timeout_ns / STOPPED_CHECKS).max(self.links[id].apply_after_ns + 1);
+        self.links[id].apply_after_ns = at_ns;
+        self.schedule(at_ns, id, SimEvent::Apply(serial));
+    }
+
     /// A stray reaches the node.
     fn apply_stray(&mut self, id: usize, serial: u64) {
         let link = &mut self.links[id];
@@ -384,11 +432,13 @@ impl FabricWorld {
 
     /// The answer to an operation reaches the host.
     fn complete(&mut self, id: usize, serial: u64) {
-        let link = &mut self.links[id];
-        if link.closed || link.answers_lost {
+        let SimLink { who, node, closed, answers_lost, .. } = self.links[id];
+        if closed || answers_lost {
             return;
         }
-        if self.cuts.contains(&(link.who.host, link.node)) {
+        let is_cut = self.cuts.contains(&(who.host, node));
+        let link = &mut self.links[id];
+        if is_cut {
             link.answers_lost = true;
             let noticed_ns = self.now_ns + self.options.timeout_ns;
             self.schedule(noticed_ns, id, SimEvent::Fail(FailCause::Timeout));

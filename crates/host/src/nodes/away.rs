@@ -5,17 +5,39 @@
 use std::time::{Duration, Instant};
 
 use super::view::PresentNode;
+use crate::mutation::Mutation;
 
 /// Interval between attempts to connect to a node that is away, by all threads together.
 const ATTEMPT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Attempts to connect to a node that have failed, without one that succeeded in between.
+/// Longest time between two attempts that show that the node was away in between. An attempt may
+/// take half of it.
+const ATTEMPT_GAP_MAX: Duration = Duration::from_secs(10);
+
+/// Attempts to connect to a node that have failed, one soon after the other, without one that
+/// succeeded in between.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FailedAttempts {
     /// When the first attempt began.
     pub first: Instant,
     /// When the latest attempt began.
     pub latest: Instant,
+}
+
+impl FailedAttempts {
+    /// The first failed attempt, begun at `begun`.
+    pub const fn new(begun: Instant) -> Self {
+        Self { first: begun, latest: begun }
+    }
+
+    /// Adds an attempt that has failed. If the latest was long before, the node may have been back
+    /// meanwhile.
+    pub fn add(&mut self, begun: Instant) {
+        if begun.saturating_duration_since(self.latest) > ATTEMPT_GAP_MAX {
+            self.first = begun;
+        }
+        self.latest = self.latest.max(begun);
+    }
 }
 
 /// A node without a lease whose memory outlives its process.
@@ -59,7 +81,10 @@ impl AwayNode {
 
     /// Whether the memory is lost: its time has passed, and both an attempt to connect and a
     /// listing of the directory, begun later, have not found the node.
-    pub fn is_lost(&self, failed: Option<FailedAttempts>) -> bool {
+    pub fn is_lost(&self, failed: Option<FailedAttempts>, now: Instant) -> bool {
+        if Mutation::LoseByTimer.is_active() {
+            return now >= self.left_at + self.grace;
+        }
         let kept_until = self.kept_until(failed);
         let is_absent = self.absent_at.is_some_and(|begun| begun >= kept_until);
         let is_unreachable = self.last.is_none() || failed.is_some_and(|failed| failed.latest >= kept_until);
@@ -69,12 +94,12 @@ impl AwayNode {
     /// Whether only a listing of the directory can show that the memory is lost, or that the node
     /// has returned.
     pub fn wants_listing(&self, failed: Option<FailedAttempts>, now: Instant) -> bool {
-        now >= self.kept_until(failed) && !self.is_lost(failed)
+        now >= self.kept_until(failed) && !self.is_lost(failed, now)
     }
 
     /// How to connect to the node, if that is to be tried now.
     pub fn to_try(&self, failed: Option<FailedAttempts>, now: Instant) -> Option<&PresentNode> {
         let is_due = failed.is_none_or(|failed| now >= failed.latest + ATTEMPT_INTERVAL);
-        self.last.as_ref().filter(|_| is_due)
+        self.last.as_ref().filter(|_| is_due && !Mutation::ForgetAddress.is_active())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_fabric::reconnecting::{AwayPolicy, ReconnectingEndpoint, TargetDescription};
@@ -26,7 +26,9 @@ const LISTING_INTERVAL: Duration = Duration::from_secs(1);
 const ENDPOINT_DESCRIPTORS: usize = 3;
 
 /// Why an attempt to connect has failed.
-pub(super) struct ConnectFailure {
+#[derive(Debug)]
+pub struct ConnectFailure {
+    /// What the fabric reported.
     pub error: EndpointError,
     /// True if the node may return with its memory.
     pub is_temporary: bool,
@@ -72,7 +74,7 @@ impl NodeRegistry {
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let policy = purpose.away_policy();
         let contact = lock(&self.contacts).get(&(node, tenant)).cloned();
-        let life = match self.state(node, Instant::now()) {
+        let life = match self.state(node, self.now()) {
             NodeState::Present(last) | NodeState::Suspect(last) | NodeState::Away(Some(last)) => {
                 Some(last.epoch)
             }
@@ -128,8 +130,12 @@ impl NodeRegistry {
         }
     }
 
-    /// One attempt to connect.
-    pub(super) fn try_connect(
+    /// Tries once to connect a tenant to a node, for a purpose. `policy` says whether the caller
+    /// waits for a node that is away: it tries again then.
+    ///
+    /// # Errors
+    /// If the node cannot be reached now, or refuses the connection.
+    pub fn try_connect(
         &self,
         node: NodeId,
         tenant: Tenant,
@@ -138,7 +144,7 @@ impl NodeRegistry {
     ) -> Result<Box<dyn Endpoint>, ConnectFailure> {
         let state = match policy {
             AwayPolicy::Wait => self.awaited_state(node),
-            AwayPolicy::Fail => self.state(node, Instant::now()),
+            AwayPolicy::Fail => self.state(node, self.now()),
         };
         let (last, is_suspect) = match state {
             NodeState::Present(last) | NodeState::Away(Some(last)) => (last, false),
@@ -188,7 +194,7 @@ impl NodeRegistry {
     /// Says at intervals what connections wait for.
     fn log_wait(&self, node: NodeId, error: &EndpointError) {
         if error.is_lack_of_room()
-            && let Some(attempts) = lock(&self.waits).record(Instant::now())
+            && let Some(attempts) = lock(&self.waits).record(self.now())
         {
             tracing::warn!(
                 node = node.0, %error, attempts, "waiting for an endpoint; pages stay where they are"
@@ -241,17 +247,17 @@ impl NodeRegistry {
     /// The state of a node for which a caller waits: lists the directory if only that can show what
     /// became of the node.
     pub(super) fn awaited_state(&self, node: NodeId) -> NodeState {
-        if self.read_view().wants_listing(node, Instant::now())
+        if self.read_view().wants_listing(node, self.now())
             // Another thread lists, or has just listed, for all.
             && let Ok(mut listed_at) = self.listed_at.try_lock()
-            && listed_at.is_none_or(|at| at.elapsed() >= LISTING_INTERVAL)
+            && listed_at.is_none_or(|at| self.now().saturating_duration_since(at) >= LISTING_INTERVAL)
         {
-            *listed_at = Some(Instant::now());
+            *listed_at = Some(self.now());
             if let Err(error) = self.refresh() {
                 tracing::debug!(node = node.0, %error, "listing memory nodes failed; waiting for one");
             }
         }
-        self.state(node, Instant::now())
+        self.state(node, self.now())
     }
 
     /// Opens an endpoint, checks that the node has opened its memory, and records the outcome.
@@ -261,7 +267,7 @@ impl NodeRegistry {
         present: &PresentNode,
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let begun = Instant::now();
+        let begun = self.now();
         let opened = self.try_open_endpoint(present, tenant);
         match &opened {
             Ok(_) => self.write_view().note_connection(node),
@@ -280,7 +286,7 @@ impl NodeRegistry {
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let identity = Identity { tenant, ..self.identity };
-        let endpoint = present.address.connect(identity, self.key.as_ref(), &self.connect)?;
+        let endpoint = self.environment.connect(&present.address, identity)?;
         if endpoint.regions().is_empty() {
             // The node has just been restarted; the directory has the record of its last process.
             return Err(EndpointError::Unreachable {
@@ -297,9 +303,9 @@ impl NodeRegistry {
         node: NodeId,
         identity: Identity,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        match self.state(node, Instant::now()) {
+        match self.state(node, self.now()) {
             NodeState::Present(last) | NodeState::Suspect(last) | NodeState::Away(Some(last)) => {
-                last.address.connect(identity, self.key.as_ref(), &self.connect)
+                self.environment.connect(&last.address, identity)
             }
             NodeState::Away(None) => Err(away_node(node)),
             NodeState::Unknown => Err(unknown_node(node)),

@@ -50,6 +50,10 @@ impl Reconnector {
 }
 
 impl Reconnect for Reconnector {
+    fn is_blocking(&self) -> bool {
+        self.nodes.environment.is_blocking()
+    }
+
     fn attempt(&self) -> ReconnectOutcome {
         match self.nodes.awaited_state(self.node) {
             NodeState::Present(node) | NodeState::Away(Some(node)) => self.connect(&node, false),

@@ -166,7 +166,7 @@ impl NodeView {
         }
         let failed = self.failed.get(&node).copied();
         match self.away.get(&node) {
-            Some(away) if !away.is_lost(failed) => NodeState::Away(away.to_try(failed, now).cloned()),
+            Some(away) if !away.is_lost(failed, now) => NodeState::Away(away.to_try(failed, now).cloned()),
             Some(_) | None => NodeState::Unknown,
         }
     }
@@ -178,8 +178,7 @@ impl NodeView {
 
     /// Records that an attempt to connect to a node, begun at `begun`, has not found its target.
     pub fn note_failed_attempt(&mut self, node: NodeId, begun: Instant) {
-        let failed = self.failed.entry(node).or_insert(FailedAttempts { first: begun, latest: begun });
-        failed.latest = failed.latest.max(begun);
+        self.failed.entry(node).or_insert_with(|| FailedAttempts::new(begun)).add(begun);
     }
 
     /// Records that a node has accepted a connection.
@@ -281,6 +280,24 @@ mod tests {
         view.note_failed_attempt(NodeId(1), at(9_500));
         view.apply_listing(&[], 11, at(9_500), at(9_500));
         assert_eq!(view.state(NodeId(1), at(9_500)), NodeState::Unknown);
+    }
+
+    /// Nothing waited for the node for a while, so nothing shows whether it was back.
+    #[test]
+    fn the_grace_time_of_a_node_begins_again_after_a_time_without_attempts() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut view = NodeView::default();
+        view.apply_listing(&[record(1, 7, 30_000)], 10, start, start);
+        view.apply_listing(&[], 11, at(1), at(1));
+        for seconds in [2, 12, 35, 45, 55, 64] {
+            view.note_failed_attempt(NodeId(1), at(seconds));
+            view.apply_listing(&[], 11, at(seconds), at(seconds));
+            assert!(matches!(view.state(NodeId(1), at(seconds)), NodeState::Away(_)), "{seconds} s");
+        }
+        view.note_failed_attempt(NodeId(1), at(65));
+        view.apply_listing(&[], 11, at(65), at(65));
+        assert_eq!(view.state(NodeId(1), at(65)), NodeState::Unknown);
     }
 
     #[test]

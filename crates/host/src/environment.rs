@@ -1,0 +1,53 @@
+//! The clock and the connections of a host.
+//!
+//! A simulator replaces both: then its time is virtual, and its nodes are simulated.
+
+use std::fmt::Debug;
+use std::time::Instant;
+
+use aquifer_fabric::tcp::ConnectOptions;
+use aquifer_fabric::{ClusterKey, Endpoint, EndpointError, FabricAddress, Identity};
+
+/// A monotonic clock, and a way to connect to memory nodes.
+pub trait HostEnvironment: Send + Sync + Debug {
+    /// The time now. Never decreases.
+    fn now(&self) -> Instant;
+
+    /// Connects to the node at an address.
+    ///
+    /// # Errors
+    /// If no node answers there, or the node refuses the connection.
+    fn connect(
+        &self,
+        address: &FabricAddress,
+        identity: Identity,
+    ) -> Result<Box<dyn Endpoint>, EndpointError>;
+
+    /// Whether an attempt to connect may block. If so, threads connect again to nodes that were
+    /// away; otherwise the thread that polls the endpoint does.
+    fn is_blocking(&self) -> bool {
+        true
+    }
+}
+
+/// The clock of this machine, and its networks.
+#[derive(Debug)]
+pub(crate) struct SystemEnvironment {
+    /// Required by nodes on other machines.
+    pub key: Option<ClusterKey>,
+    pub options: ConnectOptions,
+}
+
+impl HostEnvironment for SystemEnvironment {
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    fn connect(
+        &self,
+        address: &FabricAddress,
+        identity: Identity,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        address.connect(identity, self.key.as_ref(), &self.options)
+    }
+}

@@ -1,0 +1,252 @@
+//! The rows of the tables in `docs/formats/directory.md`, one scenario each.
+
+use super::link::Outcome;
+use super::world::{GracePeriods, World};
+
+/// Interval between steps, in milliseconds.
+const STEP_MS: u64 = 500;
+/// Seconds before the event, and after its end.
+const BEFORE_S: u64 = 10;
+const AFTER_S: u64 = 90;
+/// Seconds until the next process of a killed agent starts while the node is cut off.
+const RESTART_S: u64 = 10;
+const GRACE_MS: u64 = 30_000;
+/// Times after the begin of the event between which another host claims a host that does not keep
+/// its lease alive, in milliseconds: a lease lasts 12 to 15 s, and then the grace time passes.
+const CLAIM_MS: std::ops::RangeInclusive<u64> = 42_000..=47_000;
+
+/// The machine of the host whose memory the tables are about.
+const AGENT: usize = 0;
+/// The machine of a host that recovers others.
+const OTHER: usize = 1;
+
+/// Something that lasts for a while.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Event {
+    Stall,
+    CutAll,
+    CutAgent,
+    CutNode,
+    CutBoth,
+    StopAgent,
+    KillAgent,
+    SuspendAgent,
+    StopNode,
+    KillNode,
+    /// The agent is cut off while the node is killed.
+    KillNodeCutAgent,
+    /// The agent is killed when the node is cut off, and its next process starts soon.
+    KillAgentCutNode,
+    /// Another node starts while the agent is stopped.
+    StopAgentLateNode,
+}
+
+/// The fate of the host.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    /// The process of the host continues.
+    Continues,
+    /// A next process takes over.
+    Resumed,
+    /// Another host frees its memory.
+    Recovered,
+}
+use Event::*;
+use Fate::*;
+
+/// A row: its name, the event and how long it lasts in seconds, what becomes of the host, whether
+/// it takes memory on the node for lost, and whether operations of a process that runs wait for the
+/// node.
+type Row = (&'static str, Event, u64, Fate, bool, bool);
+
+const LOST: bool = true;
+const WAITS: bool = true;
+
+const ROWS: &[Row] = &[
+    ("agent-stall-1", Stall, 1, Continues, !LOST, !WAITS),
+    ("agent-stall-5", Stall, 5, Continues, !LOST, !WAITS),
+    ("agent-stall-20", Stall, 20, Continues, !LOST, !WAITS),
+    ("agent-stall-60", Stall, 60, Continues, !LOST, !WAITS),
+    ("agent-cut-all-60", CutAll, 60, Resumed, !LOST, WAITS),
+    ("agent-cut-agent-10", CutAgent, 10, Continues, !LOST, !WAITS),
+    ("agent-cut-agent-40", CutAgent, 40, Resumed, !LOST, WAITS),
+    ("agent-cut-agent-60", CutAgent, 60, Recovered, !LOST, WAITS),
+    ("agent-cut-node-60", CutNode, 60, Continues, !LOST, !WAITS),
+    ("agent-cut-both-60", CutBoth, 60, Recovered, !LOST, WAITS),
+    ("agent-stop-10", StopAgent, 10, Continues, !LOST, !WAITS),
+    ("agent-stop-20", StopAgent, 20, Resumed, !LOST, !WAITS),
+    ("agent-stop-60", StopAgent, 60, Recovered, !LOST, !WAITS),
+    ("agent-kill-10", KillAgent, 10, Resumed, !LOST, !WAITS),
+    ("agent-kill-40", KillAgent, 40, Resumed, !LOST, !WAITS),
+    ("agent-kill-60", KillAgent, 60, Recovered, !LOST, !WAITS),
+    ("agent-suspend-20", SuspendAgent, 20, Resumed, !LOST, !WAITS),
+    ("agent-suspend-60", SuspendAgent, 60, Recovered, !LOST, !WAITS),
+    ("agent-stop-late-node", StopAgentLateNode, 60, Recovered, !LOST, WAITS),
+    ("node-stall-1", Stall, 1, Continues, !LOST, !WAITS),
+    ("node-stall-5", Stall, 5, Continues, !LOST, !WAITS),
+    ("node-stall-20", Stall, 20, Continues, !LOST, !WAITS),
+    ("node-stall-60", Stall, 60, Continues, !LOST, !WAITS),
+    ("node-cut-all-60", CutAll, 60, Resumed, !LOST, WAITS),
+    ("node-cut-agent-10", CutAgent, 10, Continues, !LOST, !WAITS),
+    ("node-cut-node-60", CutNode, 60, Continues, !LOST, !WAITS),
+    ("node-cut-both-60", CutBoth, 60, Recovered, !LOST, WAITS),
+    ("node-stop-5", StopNode, 5, Continues, !LOST, WAITS),
+    ("node-stop-20", StopNode, 20, Continues, LOST, WAITS),
+    ("node-kill-10", KillNode, 10, Continues, LOST, !WAITS),
+    ("node-suspend-20", StopNode, 20, Continues, LOST, WAITS),
+    ("node-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, LOST, !WAITS),
+    ("kept-stall-1", Stall, 1, Continues, !LOST, !WAITS),
+    ("kept-stall-5", Stall, 5, Continues, !LOST, !WAITS),
+    ("kept-stall-20", Stall, 20, Continues, !LOST, !WAITS),
+    ("kept-stall-60", Stall, 60, Continues, !LOST, !WAITS),
+    ("kept-cut-all-60", CutAll, 60, Resumed, !LOST, WAITS),
+    ("kept-cut-agent-10", CutAgent, 10, Continues, !LOST, !WAITS),
+    ("kept-cut-node-60", CutNode, 60, Continues, !LOST, !WAITS),
+    ("kept-cut-both-60", CutBoth, 60, Recovered, !LOST, WAITS),
+    ("kept-stop-5", StopNode, 5, Continues, !LOST, WAITS),
+    ("kept-stop-20", StopNode, 20, Continues, !LOST, WAITS),
+    ("kept-stop-60", StopNode, 60, Continues, LOST, WAITS),
+    ("kept-kill-10", KillNode, 10, Continues, !LOST, WAITS),
+    ("kept-kill-10-cut-agent", KillNodeCutAgent, 10, Continues, !LOST, WAITS),
+    ("kept-kill-60", KillNode, 60, Continues, LOST, WAITS),
+    ("kept-suspend-20", StopNode, 20, Continues, !LOST, WAITS),
+    ("kept-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, LOST, WAITS),
+];
+
+/// The names of all rows.
+pub fn names() -> Vec<&'static str> {
+    ROWS.iter().map(|row| row.0).collect()
+}
+
+/// Plays all rows. Returns what was wrong with each.
+pub fn play_all() -> Vec<String> {
+    ROWS.iter().filter_map(|row| play(row).err().map(|error| format!("{}: {error}", row.0))).collect()
+}
+
+fn play(&(name, event, seconds, fate, is_lost, waits): &Row) -> Result<(), String> {
+    let kept_ms = if name.starts_with("kept-") { GRACE_MS } else { 0 };
+    let grace = GracePeriods { host_ms: GRACE_MS, nodes_ms: [kept_ms; 3] };
+    let mut world = World::new(1, grace, 2, 2);
+    world.nodes[0].start(0).map_err(|error| error.to_string())?;
+    world.start_host(AGENT, None)?;
+    world.start_host(OTHER, None)?;
+    let mut has_waited = false;
+    let mut steps = |world: &mut World, seconds: u64, is_agent_down: bool| {
+        for _ in 0..seconds * 1_000 / STEP_MS {
+            has_waited |= world.step(is_agent_down)?;
+        }
+        Ok::<(), String>(())
+    };
+    steps(&mut world, BEFORE_S, false)?;
+    let first = world.machines[AGENT].host.as_ref().expect("it runs").record.clone();
+    let began_ms = world.now_ms;
+    world.set_event(event, true)?;
+    let down_s = match event {
+        KillAgent => seconds,
+        KillAgentCutNode => RESTART_S,
+        _ => 0,
+    };
+    steps(&mut world, down_s, true)?;
+    steps(&mut world, seconds - down_s, false)?;
+    world.set_event(event, false)?;
+    steps(&mut world, AFTER_S, false)?;
+    let last = world.machines[AGENT].host.as_ref().ok_or("the host does not run")?.record.clone();
+    let found = match last.claim_epoch == first.claim_epoch {
+        true if last.epoch == first.epoch => Continues,
+        true => Resumed,
+        false => Recovered,
+    };
+    let lost = world.counts.lost_memory > 0;
+    if (found, lost, has_waited) != (fate, is_lost, waits) {
+        return Err(format!("{found:?}, lost: {lost}, waits: {has_waited}"));
+    }
+    let claimed_ms = world.claims.get(&(first.host, first.claim_epoch)).map(|at_ms| at_ms - began_ms);
+    if claimed_ms.is_some() != (fate == Recovered) || claimed_ms.is_some_and(|at| !CLAIM_MS.contains(&at)) {
+        return Err(format!("the host was claimed after {claimed_ms:?} ms"));
+    }
+    world.end()
+}
+
+impl World {
+    /// Passes some time, in which the agents and the node do what they can. Returns whether an
+    /// operation waits for the node.
+    fn step(&mut self, is_agent_down: bool) -> Result<bool, String> {
+        self.pass_time(STEP_MS, |_| true)?;
+        for index in [AGENT, OTHER] {
+            let machine = &self.machines[index];
+            let is_down = index == AGENT && is_agent_down || machine.is_halted();
+            if machine.host.is_none() && !is_down {
+                self.start_host(index, None)?;
+            }
+        }
+        self.read_all(AGENT)?;
+        if self.nodes[0].has_lease() || self.nodes[0].serves() {
+            self.use_memory(AGENT)?;
+        }
+        for _ in 0..3 {
+            self.recover(OTHER, false)?;
+        }
+        self.poll_links(AGENT)?;
+        let host = self.machines[AGENT].host.as_ref().filter(|_| !self.machines[AGENT].is_halted());
+        Ok(host.is_some_and(|host| host.links.iter().any(|link| link.is_pending()) || !host.left.is_empty()))
+    }
+
+    /// Reads from all nodes, also from those that do not answer.
+    fn read_all(&mut self, index: usize) -> Result<(), String> {
+        if self.machines[index].is_halted() {
+            return Ok(());
+        }
+        let Some(host) = &self.machines[index].host else { return Ok(()) };
+        for link in (0..host.links.len()).rev() {
+            let host = self.machines[index].host.as_mut().expect("it runs");
+            let link_to_read = &mut host.links[link];
+            let is_idle = link_to_read.poll_pending() == Outcome::Done && !link_to_read.extents.is_empty();
+            if is_idle {
+                let outcome = link_to_read.check(0);
+                self.check_outcome(index, link, outcome, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins or ends an event.
+    fn set_event(&mut self, event: Event, begins: bool) -> Result<(), String> {
+        let now_ms = self.now_ms;
+        match event {
+            Stall => self.is_directory_stopped = begins,
+            CutAll => self.all_cut = begins,
+            CutAgent => self.machines[AGENT].is_cut = begins,
+            CutNode => self.nodes[0].is_cut = begins,
+            CutBoth => (self.machines[AGENT].is_cut, self.nodes[0].is_cut) = (begins, begins),
+            StopAgent => self.machines[AGENT].is_stopped = begins,
+            StopAgentLateNode => {
+                self.machines[AGENT].is_stopped = begins;
+                if !begins {
+                    self.nodes[1].start(now_ms).map_err(|error| error.to_string())?;
+                    // It uses the node before its next keep-alive.
+                    let host = self.machines[AGENT].host.as_mut().ok_or("it has ended")?;
+                    host.renewed_ms = now_ms;
+                    host.update_nodes();
+                }
+            }
+            SuspendAgent => self.machines[AGENT].is_suspended = begins,
+            KillAgent | KillAgentCutNode => {
+                self.nodes[0].is_cut = begins && event == KillAgentCutNode;
+                if begins {
+                    self.end_host(AGENT, true);
+                }
+            }
+            StopNode => self.nodes[0].set_stopped(begins, now_ms),
+            KillNode | KillNodeCutAgent => {
+                self.machines[AGENT].is_cut = begins && event == KillNodeCutAgent;
+                if begins {
+                    self.nodes[0].kill(now_ms);
+                } else {
+                    self.nodes[0].start(now_ms).map_err(|error| error.to_string())?;
+                }
+            }
+        }
+        self.apply_cuts();
+        Ok(())
+    }
+}
