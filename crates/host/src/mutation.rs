@@ -21,5 +21,7 @@ aquifer_mutation::mutations! {
         ForgetAddress,
         /// The next process of a host ends when its first attempt to take over fails.
         TryOnce,
+        /// A recovery leaves no record for the nodes that start later.
+        ForgetRecovered,
     }
 }

@@ -14,7 +14,7 @@ use aquifer_fabric::{Host, Target};
 use aquifer_pool::NodeMemory;
 
 use crate::error::NodeError;
-use crate::fences::{Fence, LiveHosts};
+use crate::fences::{Fence, LiveHosts, fence_recovered};
 use crate::host_epochs::HostEpochs;
 use crate::lending::{Lending, LendingStatus};
 use crate::metrics::NodeCounters;
@@ -414,13 +414,6 @@ fn list_hosts(
         set_fence(target, fence, counters);
     }
     Ok(listing.revision)
-}
-
-/// Fences all hosts that were recovered. Returns the version of their record.
-fn fence_recovered(directory: &dyn Directory, target: &dyn Target) -> Result<u64, DirectoryError> {
-    let (recovered, version) = names::recovered_hosts(directory)?;
-    recovered.epochs.iter().for_each(|(host, epoch)| target.fence(Host(*host), *epoch));
-    Ok(version)
 }
 
 fn set_fence(target: &dyn Target, fence: Fence, counters: &NodeCounters) {

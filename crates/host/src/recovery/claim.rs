@@ -96,6 +96,9 @@ impl RecoveryClaim {
         let away = self.away.into_iter().filter(|_| !Mutation::ForgetNodesAway.is_active());
         let present = self.present.into_iter().filter(|_| !Mutation::ForgetNodesLeft.is_active());
         let finished = names::finish_recovery(directory, &self.record, away.chain(present).collect());
+        if Mutation::ForgetRecovered.is_active() {
+            directory.delete(names::RECOVERED_HOSTS)?;
+        }
         revoke(directory, self.lease);
         finished
     }

@@ -1,70 +1,27 @@
 //! The machine of a host of the simulation: its clock, and its connections to nodes.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use aquifer_directory::Directory;
-use aquifer_directory::names::{self, AgentRecord};
-use aquifer_directory::sim::SimDirectory;
 use aquifer_fabric::sim::{SimFabric, SimTarget};
-use aquifer_fabric::{Endpoint, EndpointError, FabricAddress, Host, Identity, Target};
+use aquifer_fabric::{Endpoint, EndpointError, FabricAddress, Identity};
 use aquifer_host::environment::HostEnvironment;
 
-/// The processes of nodes, by their addresses.
+/// The targets of the processes of nodes, by their addresses.
 #[derive(Clone, Debug, Default)]
-pub struct Acceptors(Arc<Mutex<BTreeMap<String, Acceptor>>>);
-
-/// The process of a node that accepts connections of hosts.
-#[derive(Debug)]
-struct Acceptor {
-    target: SimTarget,
-    directory: SimDirectory,
-    /// Hosts whose latest epoch the process knows.
-    known: BTreeSet<Host>,
-}
+pub struct Acceptors(Arc<Mutex<BTreeMap<String, SimTarget>>>);
 
 impl Acceptors {
-    /// Replaces the process at an address by a new one that knows these hosts.
-    pub fn open(&self, address: String, target: SimTarget, directory: SimDirectory, known: BTreeSet<Host>) {
-        self.lock().insert(address, Acceptor { target, directory, known });
+    /// Replaces the process at an address by a new one.
+    pub fn open(&self, address: String, target: SimTarget) {
+        self.lock().insert(address, target);
     }
 
-    /// Notes hosts that the process at an address knows now.
-    pub fn note(&self, address: &str, hosts: impl Iterator<Item = Host>) {
-        if let Some(acceptor) = self.lock().get_mut(address) {
-            acceptor.known.extend(hosts);
-        }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Acceptor>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, SimTarget>> {
         self.0.lock().expect("no thread panics while it holds the lock")
-    }
-}
-
-impl Acceptor {
-    /// Asks the directory about a host that the process does not know: it may have been recovered
-    /// before the node came.
-    fn admit(&mut self, identity: Identity) -> Result<(), EndpointError> {
-        let Identity { host, epoch, .. } = identity;
-        if self.known.contains(&host) {
-            return Ok(());
-        }
-        let refuse =
-            |error: io::Error| EndpointError::Unreachable { address: "a node".into(), source: error };
-        match self.directory.get(&names::agent_key(host.0)) {
-            Ok(entry) => {
-                let record = entry.map(|entry| names::decode::<AgentRecord>(&entry).expect("it is valid"));
-                let fenced = record.map_or(epoch, |record| record.epoch - 1);
-                self.target.fence(host, fenced);
-                self.known.insert(host);
-                Ok(())
-            }
-            // It does not say that the node has ended.
-            Err(_) => Err(refuse(io::Error::from_raw_os_error(libc::ENOBUFS))),
-        }
     }
 }
 
@@ -107,14 +64,12 @@ impl HostEnvironment for SimMachine {
         address: &FabricAddress,
         identity: Identity,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let mut acceptors = self.acceptors.lock();
-        let Some(acceptor) = acceptors.get_mut(&address.address()) else {
+        let acceptors = self.acceptors.lock();
+        let Some(target) = acceptors.get(&address.address()) else {
             let source = io::ErrorKind::ConnectionRefused.into();
             return Err(EndpointError::Unreachable { address: address.address(), source });
         };
-        drop(self.fabric.connect(acceptor.target.node(), identity)?);
-        acceptor.admit(identity)?;
-        self.fabric.connect(acceptor.target.node(), identity)
+        self.fabric.connect(target.node(), identity)
     }
 
     fn is_blocking(&self) -> bool {

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 
 use aquifer_directory::names::{self, AgentRecord, NodeLife, NodeRecord};
 use aquifer_directory::sim::SimDirectory;
-use aquifer_directory::{Directory, DirectoryError, KeyOperation, Lease, Transaction};
+use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease, Transaction};
 use aquifer_fabric::sim::{SimFabric, SimTarget};
 use aquifer_fabric::{Host, Target};
 use aquifer_node::LEASE_TTL;
-use aquifer_node::fences::LiveHosts;
+use aquifer_node::fences::{LiveHosts, fence_recovered};
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory};
 
@@ -43,6 +43,8 @@ pub struct SimNode {
     lease: Option<Lease>,
     renewed_ms: u64,
     hosts: LiveHosts,
+    /// The version of the record of recovered hosts that are fenced.
+    recovered_version: u64,
     /// The hosts that processes with this memory have seen: they are kept with it.
     seen: BTreeMap<Host, u64>,
 }
@@ -96,6 +98,7 @@ impl SimNode {
             lease: None,
             renewed_ms: 0,
             hosts: LiveHosts::default(),
+            recovered_version: 0,
             seen: BTreeMap::new(),
         }
     }
@@ -115,8 +118,8 @@ impl SimNode {
         self.fabric.restart_node(target.node());
         self.seen.iter().for_each(|(host, epoch)| target.fence(*host, epoch.saturating_sub(1)));
         self.hosts = LiveHosts::new(self.seen.clone());
-        let known = self.seen.keys().copied().collect();
-        self.acceptors.open(self.address(), target, self.directory.clone(), known);
+        self.recovered_version = fence_recovered(&self.directory, &target)?;
+        self.acceptors.open(self.address(), target);
         self.is_running = true;
         self.continue_reachable(now_ms);
         self.apply(&live);
@@ -259,7 +262,6 @@ impl SimNode {
     /// Fences hosts by a listing.
     fn apply(&mut self, live: &BTreeMap<Host, u64>) -> u64 {
         self.seen.extend(live);
-        self.acceptors.note(&self.address(), live.keys().copied());
         let target = &self.memory.as_ref().expect("it runs").target;
         let fences = self.hosts.replace(live);
         fences.iter().for_each(|fence| target.fence(fence.host, fence.epoch));
@@ -270,8 +272,8 @@ impl SimNode {
         format!("node-{}", self.id.0)
     }
 
-    /// Writes the record and the life of the memory.
-    fn put_record(&self, lease: Lease) -> Result<(), DirectoryError> {
+    /// Writes the record and the life of the memory, when all hosts are fenced that were recovered.
+    fn put_record(&mut self, lease: Lease) -> Result<(), DirectoryError> {
         let (id, kept_ms) = (self.id.0, self.kept_ms);
         let epoch = self.memory.as_ref().expect("it runs").life;
         let record = NodeRecord {
@@ -290,6 +292,14 @@ impl SimNode {
             KeyOperation::put(names::node_key(id), names::encode(&record), Some(lease.id)),
             KeyOperation::put(names::life_key(id), names::encode(&life), None),
         ];
-        self.directory.transaction(&Transaction { compares: Vec::new(), operations }).map(drop)
+        loop {
+            let compares = vec![Compare::version(names::RECOVERED_HOSTS, self.recovered_version)];
+            let operations = operations.clone();
+            if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
+                return Ok(());
+            }
+            let target = &self.memory.as_ref().expect("it runs").target;
+            self.recovered_version = fence_recovered(&self.directory, target)?;
+        }
     }
 }
