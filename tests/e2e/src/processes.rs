@@ -139,6 +139,16 @@ pub fn signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).expect("the process is ours");
 }
 
+/// Sends a signal to a process, unless it has ended.
+pub fn signal_if_alive(pid: u32, signal: Signal) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw)
+        && let Ok(_held) = pidfd_open(pid, PidfdFlags::empty())
+    {
+        // Fails if it ends just now.
+        let _ = kill_process(pid, signal);
+    }
+}
+
 /// Report about a process that does not end: for each thread its state, system call and kernel
 /// stack, and the pending faults of its userfaultfds.
 #[must_use]

@@ -273,7 +273,7 @@ fn a_segment_is_synced_and_reverted() {
     fill(&segment, 3, 77);
     drop(segment);
     drop(process);
-    let process = Process::open_at(agent, "first").expect("it has ended");
+    let process = eventually("the agent to see that it has ended", || Process::open_at(agent, "first").ok());
     let received = process.receive(Pulling::Ahead, PATIENCE).expect("the agent runs");
     let mut segment = received.expect("it was left");
     let error = process.restore(7, Duration::ZERO).expect_err("it is not lost");

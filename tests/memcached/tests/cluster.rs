@@ -65,7 +65,7 @@ fn compare_cluster(seeds: Range<u64>) {
 
 #[test]
 fn replies_of_a_cluster_are_equal_while_partitions_move() {
-    compare_cluster(0..40);
+    compare_cluster(0..24);
 }
 
 #[test]
