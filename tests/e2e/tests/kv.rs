@@ -163,11 +163,12 @@ fn a_store_outlives_services_that_are_killed() {
         }
         store.check_all();
     };
+    // Both connect before the first kill.
+    let (shared, remote) = (client(&cluster), remote_client(&cluster));
     std::thread::scope(|scope| {
-        let workers = [
-            scope.spawn(|| work(client(&cluster), "shared", 3)),
-            scope.spawn(|| work(remote_client(&cluster), "remote", 4)),
-        ];
+        let work = &work;
+        let workers =
+            [scope.spawn(move || work(shared, "shared", 3)), scope.spawn(move || work(remote, "remote", 4))];
         let _end = OnDrop(&is_over);
         for kills in 0..KILLS_MAX {
             if kills >= KILLS_MIN && interrupted.load(Ordering::SeqCst) > 0 {
