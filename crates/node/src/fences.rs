@@ -1,10 +1,10 @@
 //! Which hosts must be fenced, from their leases in the directory.
+//!
+//! Pure: no I/O and no clock.
 
 use std::collections::BTreeMap;
 
-use aquifer_directory::names;
-use aquifer_directory::{Directory, DirectoryError};
-use aquifer_fabric::{Host, Target};
+use aquifer_fabric::Host;
 
 /// A fence to set: refuse a host's endpoints of this epoch and of all smaller ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -15,20 +15,7 @@ pub struct Fence {
     pub epoch: u64,
 }
 
-/// Fences all hosts that were recovered. Returns the version of their record, which the transaction
-/// that writes the node's record must compare.
-///
-/// # Errors
-/// Those of the directory.
-pub fn fence_recovered(directory: &dyn Directory, target: &dyn Target) -> Result<u64, DirectoryError> {
-    let (recovered, version) = names::recovered_hosts(directory)?;
-    recovered.epochs.iter().for_each(|(host, epoch)| target.fence(Host(*host), *epoch));
-    Ok(version)
-}
-
 /// The epochs of the hosts whose leases are known to be valid.
-///
-/// Pure: no I/O and no clock.
 #[derive(Clone, Debug, Default)]
 pub struct LiveHosts {
     epochs: BTreeMap<Host, u64>,

@@ -28,6 +28,7 @@ mod maintenance;
 mod membership;
 pub mod memory;
 mod metrics;
+pub mod recovered_hosts;
 mod resizer;
 mod self_client;
 mod serve;

@@ -14,10 +14,11 @@ use aquifer_fabric::{Host, Target};
 use aquifer_pool::NodeMemory;
 
 use crate::error::NodeError;
-use crate::fences::{Fence, LiveHosts, fence_recovered};
+use crate::fences::{Fence, LiveHosts};
 use crate::host_epochs::HostEpochs;
 use crate::lending::{Lending, LendingStatus};
 use crate::metrics::NodeCounters;
+use crate::recovered_hosts::fence_recovered;
 use crate::shutdown::Shutdown;
 
 /// Attempts to write the record while other processes change it.

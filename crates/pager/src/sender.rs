@@ -9,7 +9,7 @@
 //! - `collect` applies what has completed.
 //! - `confirm` checks that the clean copies of unchanged pages still exist.
 //! - `heal` makes missing replicas and repairs damaged pages.
-//! - `suspend` makes that nothing waits for a node while other nodes have replicas.
+//! - `suspend` avoids waiting for nodes that are away.
 //! - `repack` chooses sparse slabs to be vacated.
 
 mod batch;
@@ -93,7 +93,7 @@ pub struct SenderStats {
     pub repaired_pages: u64,
     /// Sparse slabs that were vacated.
     pub vacated_slabs: u64,
-    /// Times that a node did not answer and was given up.
+    /// Times that operations ended because their node did not answer.
     pub given_up: u64,
     /// Replicas that were dropped because they lack a WRITE.
     pub incomplete_replicas: u64,

@@ -35,7 +35,7 @@ const SECONDS: u64 = 6;
 const FAULT_AFTER: Duration = Duration::from_secs(3);
 const WAIT_MS_MAX: f64 = 100.0;
 
-/// What happens to the node.
+/// A fault of the node.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Fault {
     None,

@@ -28,7 +28,7 @@ const ENDPOINT_DESCRIPTORS: usize = 3;
 /// Why an attempt to connect has failed.
 #[derive(Debug)]
 pub struct ConnectFailure {
-    /// What the fabric reported.
+    /// The error of the fabric.
     pub error: EndpointError,
     /// True if the node may return with its memory.
     pub is_temporary: bool,

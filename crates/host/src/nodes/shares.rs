@@ -35,7 +35,7 @@ pub enum EndpointPurpose {
 }
 
 impl EndpointPurpose {
-    /// What becomes of operations while a node is away.
+    /// The policy for operations while a node is away.
     pub(super) const fn away_policy(self) -> AwayPolicy {
         match self {
             Self::Fetch | Self::Write => AwayPolicy::Wait,

@@ -5,12 +5,12 @@ use crate::mempool::{BLOCK_PAGES, BlockId};
 use crate::page::Location;
 use crate::slabs::SlabSet;
 
-/// What is done with a page group.
+/// The kind of a page group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum GroupKind {
-    /// Its pages are written.
+    /// Pages that are written.
     Write,
-    /// The clean copies of its pages are confirmed.
+    /// Unchanged pages, whose clean copies are confirmed.
     Confirm,
 }
 

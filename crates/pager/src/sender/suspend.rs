@@ -141,8 +141,11 @@ impl Sender {
                 tracing::debug!(node = node.0, in_flight = port.in_flight, "giving up on a memory node");
                 port.endpoint.give_up();
                 port.unanswered = Duration::ZERO;
-                self.stats.given_up += 1;
-                self.answer_waits.lengthen(now);
+                // Not all endpoints can give up.
+                if port.endpoint.is_away() {
+                    self.stats.given_up += 1;
+                    self.answer_waits.lengthen(now);
+                }
             }
         }
     }

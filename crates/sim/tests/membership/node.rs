@@ -9,7 +9,8 @@ use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease,
 use aquifer_fabric::sim::{SimFabric, SimTarget};
 use aquifer_fabric::{Host, Target};
 use aquifer_node::LEASE_TTL;
-use aquifer_node::fences::{LiveHosts, fence_recovered};
+use aquifer_node::fences::LiveHosts;
+use aquifer_node::recovered_hosts::fence_recovered;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory};
 

@@ -193,7 +193,7 @@ impl Links {
         self.next_number += 1;
         let mut bytes = Vec::new();
         frame::push_frame(&mut bytes, self.next_number, waits, entries);
-        // Nothing is being sent to a silent server.
+        // A silent server takes no bytes, so that no sending time is to be added.
         let queued = if link.is_silent { 0 } else { link.outgoing() };
         let sending_ms = ((queued + bytes.len()) / BYTES_PER_MS) as u64;
         let ends = end + Duration::from_millis(sending_ms);

@@ -40,9 +40,9 @@ struct WaitingFrame {
 
 /// How far a frame was served.
 enum Progress {
-    /// It is to be answered.
+    /// The frame is to be answered.
     Ends(AnswerEnd),
-    /// It waits: for a partition, or for an item of the pool or room.
+    /// The frame waits: for a partition, or for an item of the pool or room.
     Waits { fetches: bool },
 }
 

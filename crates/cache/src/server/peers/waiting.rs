@@ -60,7 +60,7 @@ pub struct Run {
 pub enum Resumed {
     /// So many bytes of the input were used; the next request can be looked at.
     Used(usize),
-    /// It waits.
+    /// The request waits.
     Waits,
     /// The other server calls the request malformed, which this one does not understand.
     Closes,
