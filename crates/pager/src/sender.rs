@@ -118,8 +118,9 @@ pub struct Sender {
     /// The time when unanswered operations were looked at last.
     looked_at: Duration,
     answer_waits: suspend::AnswerWaits,
-    /// While nodes are suspended: the number of degraded slabs, as counted last.
-    reduced_slabs: Option<u64>,
+    /// The number of slabs that hold pages and have a replica on a suspended node, and no replica
+    /// missing, as counted last.
+    suspended_slabs: usize,
     /// Nodes that were dropped while operations to them were in flight. A leak scan must not free
     /// what was on such a node before these have ended.
     draining_nodes: Vec<(NodeId, OperationGuard)>,
@@ -164,7 +165,7 @@ impl Sender {
             answering: Vec::new(),
             looked_at: Duration::ZERO,
             answer_waits: suspend::AnswerWaits::default(),
-            reduced_slabs: None,
+            suspended_slabs: 0,
             draining_nodes: Vec::new(),
             healer: Healer::new(nodes),
             repacker: Repacker::default(),
@@ -215,12 +216,8 @@ impl Sender {
     /// The counters so far.
     #[must_use]
     pub fn stats(&self) -> SenderStats {
-        // With many slabs it takes long to count those with a replica on a suspended node.
-        let degraded_slabs = match self.reduced_slabs {
-            Some(reduced_slabs) => reduced_slabs,
-            None => self.filler.reduced_count() as u64,
-        };
-        SenderStats { degraded_slabs, ..self.stats }
+        let degraded_slabs = self.filler.degraded_with_pages() + self.suspended_slabs;
+        SenderStats { degraded_slabs: degraded_slabs as u64, ..self.stats }
     }
 
     /// The client of the pool from which slabs are allocated.
@@ -530,6 +527,6 @@ impl Sender {
         }
         self.slabs.set_slow(node, false);
         self.healer.search_soon();
-        self.count_reduced_slabs();
+        self.count_suspended_slabs();
     }
 }

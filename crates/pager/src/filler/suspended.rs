@@ -32,20 +32,23 @@ impl Filler {
         self.suspended.contains(&node)
     }
 
-    /// The number of slabs in use that have fewer replicas than requested on nodes that are not
-    /// suspended.
+    /// The number of [degraded](Self::degraded) slabs that hold pages.
     #[must_use]
-    pub fn reduced_count(&self) -> usize {
-        let holds_pages = |slab: &SlabId| self.slabs.live_pages(*slab) > 0;
+    pub fn degraded_with_pages(&self) -> usize {
+        self.degraded.iter().filter(|slab| self.slabs.live_pages(*slab) > 0).count()
+    }
+
+    /// The number of other slabs that hold pages and have a replica on a suspended node. While
+    /// nodes are suspended no slab becomes one of them.
+    #[must_use]
+    pub fn suspended_with_pages(&self) -> usize {
         if self.suspended.is_empty() {
-            return self.degraded.iter().filter(holds_pages).count();
+            return 0;
         }
         let wanted = self.slabs.replicas_wanted();
-        let is_reduced = |slab: &SlabId| {
-            let replicas = self.slabs.replicas(*slab).iter();
-            replicas.filter(|replica| !self.is_suspended(replica.node)).count() < wanted
-        };
-        self.in_use.iter().filter(holds_pages).filter(is_reduced).count()
+        let is_complete = |slab: &SlabId| self.slabs.replicas(*slab).len() >= wanted;
+        let counted = self.in_use.iter().filter(|slab| self.slabs.live_pages(*slab) > 0);
+        counted.filter(is_complete).filter(|slab| self.has_suspended_replica(*slab)).count()
     }
 
     /// Whether any node is suspended.

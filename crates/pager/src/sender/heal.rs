@@ -164,7 +164,7 @@ impl Sender {
     fn probe_nodes(&mut self) {
         let Some(buffer) = self.buffer() else { return };
         self.healer.search_soon();
-        self.count_reduced_slabs();
+        self.count_suspended_slabs();
         for node in std::mem::take(&mut self.healer.unconfirmed) {
             if let Err(error) = self.ports.port(node) {
                 self.drop_unreachable(node, &error);

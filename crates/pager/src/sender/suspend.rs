@@ -86,14 +86,14 @@ impl Sender {
         if self.uses_node(node) && self.filler.suspend(node) {
             tracing::warn!(node = node.0, "memory node is away; writing to other nodes until it answers");
             self.slabs.set_slow(node, true);
-            self.count_reduced_slabs();
+            self.count_suspended_slabs();
         }
     }
 
-    /// Counts the slabs that are degraded while nodes are suspended, for the statistics.
-    pub(super) fn count_reduced_slabs(&mut self) {
-        let is_needed = self.filler.has_suspended_nodes();
-        self.reduced_slabs = is_needed.then(|| self.filler.reduced_count() as u64);
+    /// Counts the slabs with a replica on a suspended node, for the statistics: with many slabs it
+    /// takes too long to count them at each call of [`Self::stats`].
+    pub(super) fn count_suspended_slabs(&mut self) {
+        self.suspended_slabs = self.filler.suspended_with_pages();
     }
 
     /// With several replicas, opens the port to a node that has just answered: to connect at the
@@ -112,7 +112,7 @@ impl Sender {
             tracing::info!(node = node.0, "memory node answers again");
             self.slabs.set_slow(node, false);
             self.healer.search_soon();
-            self.count_reduced_slabs();
+            self.count_suspended_slabs();
         }
     }
 
@@ -165,6 +165,7 @@ impl Sender {
                 self.pool.suspect_leak(replica.node);
                 self.stats.incomplete_replicas += 1;
                 self.healer.search_soon();
+                self.count_suspended_slabs();
             }
         }
     }
