@@ -1,7 +1,7 @@
 //! Servers whose partitions outlive them, because a keeper holds their memory.
 
 use std::collections::BTreeSet;
-use std::io::BufReader;
+use std::io::{self, BufReader};
 use std::net::TcpStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use aquifer_keeper::{ITEMS_MAX, KeeperOptions};
 
 use crate::harness::{Cluster, Kind};
-use crate::owners::ask;
+use crate::owners::{ask, try_ask};
 
 pub const KEYS: usize = 500;
 
@@ -80,9 +80,17 @@ pub fn set_all(stream: &mut BufReader<TcpStream>) {
 
 /// The value, flags, cas number and seconds left of all keys.
 pub fn read_all(stream: &mut BufReader<TcpStream>) -> Vec<String> {
+    try_read_all(stream).unwrap()
+}
+
+/// The same.
+///
+/// # Errors
+/// If the server has closed the connection.
+pub fn try_read_all(stream: &mut BufReader<TcpStream>) -> io::Result<Vec<String>> {
     let read = |key| {
-        let line = ask(stream, &format!("mg key{key} v f c t\r\n"));
-        if line.starts_with("VA") { line + &ask(stream, "") } else { line }
+        let line = try_ask(stream, &format!("mg key{key} v f c t\r\n"))?;
+        Ok(if line.starts_with("VA") { line + &try_ask(stream, "")? } else { line })
     };
     (0..KEYS).map(read).collect()
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::BufReader;
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use aquifer_tests_support::eventually::eventually;
 
 use crate::faults::unavailable;
 use crate::harness::{Cluster, Kind};
-use crate::keeping::{KEYS, read_all, set_all};
+use crate::keeping::{KEYS, read_all, set_all, try_read_all};
 use crate::owners::ask;
 
 /// A connection to a directory that can be cut.
@@ -106,6 +107,20 @@ fn items_outlive_the_leases_of_all_servers() {
     }
 }
 
+/// What [`read_all`] returns; `None` if the server has closed the connection, as it does with those
+/// that it was serving when its lease ended. Then the stream is connected again.
+fn read_or_connect(
+    cluster: &Cluster,
+    server: usize,
+    stream: &mut BufReader<TcpStream>,
+) -> Option<Vec<String>> {
+    let found = try_read_all(stream).ok();
+    if found.is_none() {
+        *stream = BufReader::new(cluster.connect(server));
+    }
+    found
+}
+
 /// A server that the directory does not reach serves none of its partitions. It forwards requests
 /// for others, and has its items again afterwards, except those of partitions that were moving.
 #[test]
@@ -132,16 +147,17 @@ fn a_server_without_the_directory_costs_its_keys_and_no_others() {
         assert!(line == "EN\r\n" || line.ends_with("\r\nx\r\n"), "{line}");
         line == "EN\r\n"
     };
-    let missing = streams.each_mut().map(|stream| {
+    let missing = [0, 1].map(|server| {
         eventually("some keys to be missing and others not", || {
-            let missing: Vec<bool> = read_all(stream).iter().map(is_missing).collect();
+            let found = read_or_connect(&cluster, server, &mut streams[server])?;
+            let missing: Vec<bool> = found.iter().map(is_missing).collect();
             (missing.contains(&true) && missing.contains(&false)).then_some(missing)
         })
     });
     cut.is_cut.store(false, Ordering::SeqCst);
-    for stream in &mut streams {
+    for server in [0, 1] {
         eventually("items to be found again", || {
-            let found = read_all(stream);
+            let found = read_or_connect(&cluster, server, &mut streams[server])?;
             let is_found = |key: usize| !is_missing(&found[key]);
             (0..KEYS).any(|key| missing[0][key] && missing[1][key] && is_found(key)).then_some(())
         });

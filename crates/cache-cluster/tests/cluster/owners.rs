@@ -1,6 +1,6 @@
 //! Servers that join, drain and end.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -11,10 +11,20 @@ use crate::checker::Checker;
 use crate::harness::{Cluster, Kind, PARTITIONS};
 
 pub fn ask(stream: &mut BufReader<TcpStream>, request: &str) -> String {
-    stream.get_mut().write_all(request.as_bytes()).unwrap();
+    try_ask(stream, request).unwrap()
+}
+
+/// The first line of the reply.
+///
+/// # Errors
+/// If the server has closed the connection.
+pub fn try_ask(stream: &mut BufReader<TcpStream>, request: &str) -> io::Result<String> {
+    stream.get_mut().write_all(request.as_bytes())?;
     let mut line = String::new();
-    stream.read_line(&mut line).unwrap();
-    line
+    match stream.read_line(&mut line)? {
+        0 => Err(ErrorKind::UnexpectedEof.into()),
+        _ => Ok(line),
+    }
 }
 
 #[test]
