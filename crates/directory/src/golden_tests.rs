@@ -16,9 +16,9 @@ use serde::de::DeserializeOwned;
 use crate::embedded::EmbeddedDirectory;
 use crate::model::DirectoryEntry;
 use crate::names::{
-    self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, NODES, NodeLife, NodeRecord,
-    REQUESTED_MEMORY, RecoveredHosts, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS, SEGMENT_PROCESSES,
-    SEGMENTS,
+    self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, LifeRecord, NODES, NodeLife,
+    NodeRecord, REQUESTED_MEMORY, RecoveredHosts, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS,
+    SEGMENT_PROCESSES, SEGMENTS,
 };
 use crate::{Directory, KeyOperation, Transaction};
 
@@ -76,7 +76,7 @@ fn golden_keys_and_records() {
         HeapsRecord { node: 1, address: "a".into(), device: None, memory_bytes: 2, kept_ms: 3, epoch: 4 };
     add(&mut golden, "heaps", &heaps);
     let life = NodeLife { node: 1, epoch: 2, kept_ms: 3 };
-    add(&mut golden, "life", &life);
+    add(&mut golden, "life", &LifeRecord { life, fabric: "tcp".into(), address: "a".into() });
     for remaining_lives in [None, Some(Vec::new()), Some(vec![life])] {
         add(&mut golden, "holder", &HolderRecord { host: 1, claim_epoch: 2, grace_ms: 3, remaining_lives });
     }

@@ -191,7 +191,7 @@ pub struct RequestedMemory {
     pub memory_bytes: u64,
 }
 
-/// A life: one lifetime of a node's memory, at `lives/{node}`.
+/// A life: one lifetime of a node's memory.
 ///
 /// It begins when a process of the node creates the memory, and ends when that memory is gone. Its
 /// identity is the node's number and the fencing epoch of the node's first lease in it. A process
@@ -213,6 +213,33 @@ impl NodeLife {
     #[must_use]
     pub const fn is_same(&self, other: &Self) -> bool {
         self.node == other.node && self.epoch == other.epoch
+    }
+}
+
+/// A life and how hosts reach it, at `lives/{node}`.
+///
+/// A host process that starts while the node is cut off from the directory finds the node by this
+/// record.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct LifeRecord {
+    /// The life.
+    #[serde(flatten)]
+    pub life: NodeLife,
+    /// The node's [`NodeRecord::fabric`]; empty if an earlier version has written the record.
+    #[serde(default)]
+    pub fabric: String,
+    /// The node's [`NodeRecord::address`]; empty if an earlier version has written the record.
+    #[serde(default)]
+    pub address: String,
+}
+
+impl LifeRecord {
+    /// The record that a node writes together with this record.
+    #[must_use]
+    pub fn of(record: &NodeRecord) -> Self {
+        let NodeRecord { id, epoch, kept_ms, .. } = *record;
+        let life = NodeLife { node: id, epoch, kept_ms };
+        Self { life, fabric: record.fabric.clone(), address: record.address.clone() }
     }
 }
 
@@ -336,7 +363,7 @@ pub fn register_heaps(
 ///
 /// # Errors
 /// An error of the directory, or a record that is not valid.
-pub fn lives(directory: &dyn Directory) -> Result<Vec<NodeLife>, DirectoryError> {
+pub fn lives(directory: &dyn Directory) -> Result<Vec<LifeRecord>, DirectoryError> {
     directory.list(LIVES)?.entries.iter().map(decode).collect()
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, NodeLife, NodeRecord, RequestedMemory};
+use aquifer_directory::names::{self, AgentRecord, LifeRecord, NodeRecord, RequestedMemory};
 use aquifer_directory::{
     Compare, Directory, DirectoryEntry, DirectoryError, FailureLog, KeyOperation, Lease, Transaction,
     WatchEvent, WatchEventKind,
@@ -180,16 +180,11 @@ impl NodeMembership {
         }
     }
 
-    const fn life(&self) -> NodeLife {
-        let NodeRecord { id, epoch, kept_ms, .. } = self.record;
-        NodeLife { node: id, epoch, kept_ms }
-    }
-
     /// Deletes the record of this life of the memory, unless it is that of another life.
     fn delete_life(&self) -> Result<(), DirectoryError> {
         let key = names::life_key(self.record.id);
         if let Some(entry) = self.directory.get(&key)?
-            && names::decode::<NodeLife>(&entry)?.is_same(&self.life())
+            && names::decode::<LifeRecord>(&entry)?.life.is_same(&LifeRecord::of(&self.record).life)
         {
             let compares = vec![Compare::version(&key, entry.version)];
             let operations = vec![KeyOperation::delete(&key)];
@@ -202,7 +197,7 @@ impl NodeMembership {
     /// fenced that were recovered before. Recoveries that end later have seen the node.
     fn put_record(&mut self, target: &dyn Target) -> Result<(), NodeError> {
         let key = names::node_key(self.record.id);
-        let value = names::encode(&self.record);
+        let (value, life) = (names::encode(&self.record), names::encode(&LifeRecord::of(&self.record)));
         for _ in 0..JOIN_ATTEMPTS {
             let compare = match self.directory.get(&key)? {
                 None => Compare::absent(&key),
@@ -210,7 +205,7 @@ impl NodeMembership {
             };
             let operations = vec![
                 KeyOperation::put(&key, value.clone(), Some(self.lease.id)),
-                KeyOperation::put(names::life_key(self.record.id), names::encode(&self.life()), None),
+                KeyOperation::put(names::life_key(self.record.id), life.clone(), None),
             ];
             let recovered = Compare::version(names::RECOVERED_HOSTS, self.recovered_version);
             let transaction = Transaction { compares: vec![compare, recovered], operations };

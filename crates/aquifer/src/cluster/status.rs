@@ -342,7 +342,7 @@ fn missing_nodes(records: &Records, agent: Option<&AgentStatus>, is_own: bool) -
         missing.clone().find(|node| node.id == id).map(|node| node.since_s)
     };
     let is_present = |id| records.nodes.iter().any(|node| node.id == id);
-    let ids = records.lives.iter().map(|life| life.node).filter(|id| !is_present(*id));
+    let ids = records.lives.iter().map(|record| record.life.node).filter(|id| !is_present(*id));
     ids.map(|id| MissingNode { id, since_s: seen(id) })
         .filter(|node| !is_own || node.since_s.is_some())
         .collect()

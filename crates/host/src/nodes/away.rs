@@ -46,7 +46,7 @@ impl FailedAttempts {
 /// and this host may have been stopped or cut off while the node returned.
 #[derive(Debug)]
 pub(super) struct AwayNode {
-    /// How to connect to the node; `None` if this process has never seen it.
+    /// How to connect to the node; `None` if that is not known.
     last: Option<PresentNode>,
     /// The time for which the memory outlives its process.
     grace: Duration,
@@ -62,9 +62,10 @@ impl AwayNode {
         Self { grace: last.grace, last: Some(last), left_at: now, absent_at: None }
     }
 
-    /// A node that was away before this process started.
-    pub const fn unseen(grace: Duration, now: Instant) -> Self {
-        Self { last: None, grace, left_at: now, absent_at: None }
+    /// A node that was away before this process started; `last` says how to connect to it, if that
+    /// is known.
+    pub const fn unseen(last: Option<PresentNode>, grace: Duration, now: Instant) -> Self {
+        Self { last, grace, left_at: now, absent_at: None }
     }
 
     /// Records that a listing which began at `begun` does not have the node.

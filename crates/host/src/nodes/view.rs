@@ -7,7 +7,7 @@ use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::FailureLog;
-use aquifer_directory::names::{NodeLife, NodeRecord};
+use aquifer_directory::names::{LifeRecord, NodeLife, NodeRecord};
 use aquifer_fabric::{FabricAddress, FabricAddressError};
 use aquifer_pool::NodeId;
 
@@ -31,6 +31,13 @@ impl PresentNode {
     fn from_record(record: &NodeRecord) -> Result<Self, FabricAddressError> {
         let address = FabricAddress::parse(&record.fabric, &record.address)?;
         Ok(Self { address, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
+    }
+
+    /// Parses the record of a life; `None` if an earlier version has written it.
+    fn from_life(record: &LifeRecord) -> Option<Self> {
+        let NodeLife { epoch, kept_ms, .. } = record.life;
+        let address = FabricAddress::parse(&record.fabric, &record.address).ok()?;
+        Some(Self { address, epoch, grace: Duration::from_millis(kept_ms) })
     }
 }
 
@@ -101,13 +108,20 @@ impl NodeView {
         }
     }
 
-    /// Marks nodes as away whose memory may be kept although they have no record now.
-    pub fn add_lives(&mut self, lives: &[NodeLife], now: Instant) {
-        for life in lives.iter().filter(|life| life.kept_ms > 0) {
-            let node = NodeId(life.node);
-            if !self.present.contains_key(&node) {
-                let grace = Duration::from_millis(life.kept_ms);
-                self.away.entry(node).or_insert_with(|| AwayNode::unseen(grace, now));
+    /// Adds nodes that have no record now and may run all the same, or return with their memory.
+    pub fn add_lives(&mut self, lives: &[LifeRecord], now: Instant) {
+        for record in lives {
+            let node = NodeId(record.life.node);
+            let is_known = self.present.contains_key(&node) || self.suspects.contains_key(&node);
+            let last = PresentNode::from_life(record);
+            if is_known {
+                continue;
+            }
+            if record.life.kept_ms > 0 {
+                let grace = Duration::from_millis(record.life.kept_ms);
+                self.away.entry(node).or_insert_with(|| AwayNode::unseen(last, grace, now));
+            } else if let Some(last) = last {
+                self.suspects.insert(node, last);
             }
         }
     }
@@ -316,19 +330,37 @@ mod tests {
     }
 
     #[test]
-    fn a_life_without_a_record_is_a_node_that_is_away_if_its_memory_is_kept() {
+    fn a_node_without_a_record_is_found_by_its_life() {
         let start = Instant::now();
-        let life = |node, kept_ms| NodeLife { node, epoch: 1, kept_ms };
+        let life = |node, kept_ms| LifeRecord::of(&record(node, 1, kept_ms));
         let mut view = NodeView::default();
         view.apply_listing(&[record(1, 1, 500)], 10, start, start);
         view.add_lives(&[life(1, 500), life(2, 500), life(3, 0)], start);
-        assert_eq!(view.state(NodeId(2), start), NodeState::Away(None));
-        assert_eq!(view.state(NodeId(3), start), NodeState::Unknown);
         assert!(matches!(view.state(NodeId(1), start), NodeState::Present(_)));
+        let NodeState::Away(Some(present)) = view.state(NodeId(2), start) else { panic!("it is away") };
+        assert_eq!(Some(present), PresentNode::from_life(&life(2, 500)));
+        assert!(matches!(view.state(NodeId(3), start), NodeState::Suspect(PresentNode { epoch: 1, .. })));
         assert_eq!(view.present().len(), 1);
         let later = start + Duration::from_millis(500);
-        assert_eq!(view.state(NodeId(2), later), NodeState::Away(None));
         view.apply_listing(&[record(1, 1, 500)], 10, later, later);
+        assert!(matches!(view.state(NodeId(2), later), NodeState::Away(Some(_))), "none has tried it");
+    }
+
+    /// As an earlier version has written it.
+    #[test]
+    fn a_life_without_an_address_is_a_node_that_is_away_if_its_memory_is_kept() {
+        let start = Instant::now();
+        let life = |node, kept_ms| {
+            let life = NodeLife { node, epoch: 1, kept_ms };
+            LifeRecord { life, fabric: String::new(), address: String::new() }
+        };
+        let mut view = NodeView::default();
+        view.add_lives(&[life(2, 500), life(3, 0)], start);
+        assert_eq!(view.state(NodeId(2), start), NodeState::Away(None));
+        assert_eq!(view.state(NodeId(3), start), NodeState::Unknown);
+        let later = start + Duration::from_millis(500);
+        assert_eq!(view.state(NodeId(2), later), NodeState::Away(None));
+        view.apply_listing(&[], 10, later, later);
         assert_eq!(view.state(NodeId(2), later), NodeState::Unknown, "it has no address to try");
     }
 }

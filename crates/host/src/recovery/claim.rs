@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_directory::names::{self, AgentRecord, DeadHost, HolderRecord, NodeLife};
+use aquifer_directory::names::{self, AgentRecord, DeadHost, HolderRecord, LifeRecord, NodeLife};
 use aquifer_directory::{Directory, DirectoryError, Lease};
 use aquifer_fabric::{Host, Identity, Tenant};
 use aquifer_pool::NodeId;
@@ -128,7 +128,7 @@ impl AffectedLives {
         let nodes = names::nodes(directory)?;
         let mut affected =
             Self { left_count: dead.remaining_lives.as_ref().map(Vec::len), ..Self::default() };
-        for life in lives {
+        for LifeRecord { life, .. } in lives {
             let is_left = |lives: &Vec<NodeLife>| lives.iter().any(|left| left.is_same(&life));
             if dead.remaining_lives.as_ref().is_some_and(|lives| !is_left(lives)) {
                 continue;

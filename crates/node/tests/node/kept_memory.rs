@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_directory::Directory;
-use aquifer_directory::names::{self, NodeLife};
+use aquifer_directory::names::{self, LifeRecord};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{CLAIM_TIMEOUT, ITEMS_MAX, KeeperClient, KeeperOptions};
@@ -89,7 +89,7 @@ fn a_restarted_node_has_its_data() {
     SectionBuffer::new(&mut client).write(&mut client, &extent);
     node.stop();
     assert_eq!(harness.record(1), None, "the node is absent");
-    let life = NodeLife { node: 1, epoch: record.epoch, kept_ms: record.kept_ms };
+    let life = LifeRecord::of(&record);
     assert_eq!(names::lives(harness.directory()).expect("it answers"), [life], "its memory is kept");
 
     let node = start(&harness, &keeper);
@@ -221,11 +221,11 @@ fn memory_that_was_not_kept_is_another_life() {
         node.stop();
         extent
     };
-    let before = names::lives(harness.directory()).expect("it answers")[0];
+    let before = names::lives(harness.directory()).expect("it answers")[0].life;
     // Node and keeper have ended.
     let keeper = TestKeeper::start(&harness);
     let node = start(&harness, &keeper);
-    let life = names::lives(harness.directory()).expect("it answers")[0];
+    let life = names::lives(harness.directory()).expect("it answers")[0].life;
     assert!(!life.is_same(&before), "the record has another epoch");
     let mut client = harness.client(HOST, lease.epoch).expect("it listens");
     assert!(!client.is_current(extent).expect("it answers"));

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_directory::names::{self, AgentRecord, NodeLife, NodeRecord};
+use aquifer_directory::names::{self, AgentRecord, LifeRecord, NodeRecord};
 use aquifer_directory::sim::SimDirectory;
 use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease, Transaction};
 use aquifer_fabric::sim::{SimFabric, SimTarget};
@@ -288,10 +288,9 @@ impl SimNode {
             kept_ms,
             epoch,
         };
-        let life = NodeLife { node: id, epoch, kept_ms };
         let operations = vec![
             KeyOperation::put(names::node_key(id), names::encode(&record), Some(lease.id)),
-            KeyOperation::put(names::life_key(id), names::encode(&life), None),
+            KeyOperation::put(names::life_key(id), names::encode(&LifeRecord::of(&record)), None),
         ];
         loop {
             let compares = vec![Compare::version(names::RECOVERED_HOSTS, self.recovered_version)];

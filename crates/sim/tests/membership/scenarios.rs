@@ -94,7 +94,7 @@ const ROWS: &[Row] = &[
     ("node-stop-20", StopNode, 20, Continues, LOST, WAITS),
     ("node-kill-10", KillNode, 10, Continues, LOST, !WAITS),
     ("node-suspend-20", StopNode, 20, Continues, LOST, WAITS),
-    ("node-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, LOST, !WAITS),
+    ("node-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, !LOST, !WAITS),
     ("kept-stall-1", Stall, 1, Continues, !LOST, !WAITS),
     ("kept-stall-5", Stall, 5, Continues, !LOST, !WAITS),
     ("kept-stall-20", Stall, 20, Continues, !LOST, !WAITS),
@@ -110,7 +110,7 @@ const ROWS: &[Row] = &[
     ("kept-kill-10-cut-agent", KillNodeCutAgent, 10, Continues, !LOST, WAITS),
     ("kept-kill-60", KillNode, 60, Continues, LOST, WAITS),
     ("kept-suspend-20", StopNode, 20, Continues, !LOST, WAITS),
-    ("kept-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, LOST, WAITS),
+    ("kept-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, !LOST, !WAITS),
 ];
 
 /// The names of all rows.

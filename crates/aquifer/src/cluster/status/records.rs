@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, HeapsRecord, NodeLife, NodeRecord};
+use aquifer_directory::names::{self, AgentRecord, HeapsRecord, LifeRecord, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError};
 use aquifer_objects::service::report::HeapReport;
 
@@ -51,7 +51,7 @@ impl<T: Send + 'static> Reader<T> {
 #[derive(Debug)]
 pub(super) struct Records {
     pub nodes: Vec<NodeRecord>,
-    pub lives: Vec<NodeLife>,
+    pub lives: Vec<LifeRecord>,
     pub heaps: Vec<HeapsStatus>,
     pub agents: Vec<AgentRecord>,
 }
