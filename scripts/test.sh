@@ -67,11 +67,17 @@ step() {
     printf '  %4d s  %s\n' $((SECONDS - started)) "$name" >>"$times"
 }
 
-lint() {
-    cargo clippy --workspace --all-targets --quiet -- -D warnings
-    # Tests that need RDMA devices, which --all-targets does not include.
-    cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs \
-        --test client-verbs --test killed-verbs --test heaps-verbs -- -D warnings
+# Compiles with clippy-driver, which compiles as rustc does, and lints. `cargo clippy` would check
+# all dependencies a second time, which takes minutes. Cargo keeps what it builds with and without
+# this apart, so all steps use it.
+with_lints() {
+    RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS='-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__' "$@"
+}
+
+# Tests that need RDMA devices, which --all-targets does not include.
+VERBS_TESTS=(conformance-verbs initiators-verbs client-verbs killed-verbs heaps-verbs)
+
+lint_scripts() {
     if command -v shellcheck >/dev/null 2>&1; then
         shellcheck -x scripts/*.sh .ci/run
     fi
@@ -83,28 +89,16 @@ check_documentation() {
 }
 
 build() {
-    cargo build --workspace --all-targets --quiet
+    lint_scripts
+    with_lints cargo build --workspace --all-targets "${VERBS_TESTS[@]/#/--test=}" --quiet
     ln -sf libaquifer_malloc.so target/debug/libaquifer-malloc.so
 }
 
-run_tests() { cargo nextest run --workspace --profile "$1"; }
+run_tests() { with_lints cargo nextest run --workspace --profile "$1"; }
 
-# Tests leave the processors idle half of the time, so lints run beside them, with what is left. The
-# tests are found before that: cargo locks the folder of the build.
-run_tests_beside_lints() {
-    cargo metadata --format-version 1 >target/metadata.json
-    cargo nextest list --workspace --list-type binaries-only --message-format json >target/binaries.json
-    nice -n 19 bash -c "$(declare -f lint); set -e; lint" >target/lints.log 2>&1 &
-    lints=$!
-    tested=0
-    cargo nextest run --profile "$1" --test-threads $(($(nproc) + 4)) \
-        --cargo-metadata target/metadata.json --binaries-metadata target/binaries.json || tested=$?
-    if ! wait "$lints"; then
-        cat target/lints.log
-        echo "the lints have failed"
-        return 1
-    fi
-    return "$tested"
+# Tests wait most of the time.
+run_many_tests() {
+    with_lints cargo nextest run --workspace --profile "$1" --test-threads $(($(nproc) + 4))
 }
 
 rm -rf "$reports"
@@ -112,16 +106,15 @@ case $loop in
 check)
     step "install missing packages" scripts/install-deps.sh check
     step "formatting" cargo fmt --all --check
-    step "lints" lint
+    step "build with lints" build
     step "documentation" check_documentation
-    step "build" build
     step "tests" run_tests check
     ;;
 test)
     step "install missing packages" scripts/install-deps.sh test
     step "formatting" cargo fmt --all --check
-    step "build" build
-    step "lints and tests" run_tests_beside_lints default
+    step "build with lints" build
+    step "tests" run_many_tests default
     ;;
 long)
     # shellcheck source=scripts/test_long.sh

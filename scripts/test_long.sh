@@ -59,7 +59,7 @@ test_long() {
     step "install missing packages" scripts/install-deps.sh long
     step "licences and duplicates of dependencies" check_dependencies
     step "build without features" check_without_features
-    step "build" build
+    step "build with lints" build
     step "release build" build_release
     step "miri" miri
     step "fuzzing" scripts/fuzz.sh check
