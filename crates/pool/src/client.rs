@@ -153,7 +153,7 @@ impl PoolClient {
     /// suspect.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
         let mut node = self.nodes.remove(&id)?;
-        if let Some(drain) = node.pop_drain() {
+        if let Some(drain) = node.connection.pop_drain() {
             self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }
         self.leak_detector.suspect_leak(id);
@@ -178,10 +178,9 @@ impl PoolClient {
     ) -> Result<Result<T, Failure>, PoolError> {
         let _operation = self.leak_detector.begin_operation();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
-        node.begin();
         let outcome = work(node);
         if let Err(Failure::Work(_)) = outcome
-            && let Some(drain) = node.pop_drain()
+            && let Some(drain) = node.connection.pop_drain()
         {
             self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }

@@ -4,21 +4,30 @@
 //! operations that the pool polls are kept until the user polls.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::{Completion, Endpoint, PostError, Work, forward_endpoint};
 
-/// Completions of the user's operations that the pool has polled.
+/// What the pool knows of the endpoint that it shares.
 #[derive(Debug, Default)]
-pub(crate) struct UserCompletions {
+pub(crate) struct SharedState {
+    /// Completions of the user's operations that the pool has polled.
+    queue: Mutex<VecDeque<Completion>>,
     /// Length of the queue, so that polling an empty queue takes no lock.
     count: AtomicUsize,
-    queue: Mutex<VecDeque<Completion>>,
+    /// Whether operations were posted while the connection was up, since the pool has asked.
+    has_posted: AtomicBool,
 }
 
-impl UserCompletions {
+impl SharedState {
+    /// Whether operations were posted while the connection was up, since this was called last. If
+    /// the connection is down now, it has broken since.
+    pub(crate) fn take_posted(&self) -> bool {
+        self.has_posted.swap(false, Ordering::Relaxed)
+    }
+
     /// Puts completions in front of the queue, in their order.
     pub(crate) fn put_back(&self, completions: &mut Vec<Completion>) {
         if completions.is_empty() {
@@ -51,32 +60,37 @@ impl UserCompletions {
 #[derive(Debug)]
 pub(crate) struct SharedEndpoint {
     inner: Box<dyn Endpoint>,
-    kept: Arc<UserCompletions>,
+    state: Arc<SharedState>,
 }
 
 impl SharedEndpoint {
-    /// Wraps an endpoint; the pool puts completions into `kept`.
-    pub(crate) fn new(inner: Box<dyn Endpoint>, kept: Arc<UserCompletions>) -> Self {
-        Self { inner, kept }
+    /// Wraps an endpoint.
+    pub(crate) fn new(inner: Box<dyn Endpoint>, state: Arc<SharedState>) -> Self {
+        Self { inner, state }
     }
 }
 
 impl Endpoint for SharedEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         // The queue of kept completions is as bounded as the endpoint's: the user must poll first.
-        if self.kept.len() >= self.inner.limits().queue_depth {
+        if self.state.len() >= self.inner.limits().queue_depth {
             return Err(PostError::QueueFull { accepted: 0 });
         }
-        self.inner.post(batch)
+        let posted = self.inner.post(batch);
+        // An endpoint that was down may reconnect when something is posted.
+        if !self.inner.is_away() && !self.inner.is_broken() {
+            self.state.has_posted.store(true, Ordering::Relaxed);
+        }
+        posted
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        let kept = self.kept.drain(out, max);
+        let kept = self.state.drain(out, max);
         if kept == max { kept } else { kept + self.inner.poll(out, max - kept) }
     }
 
     fn wait(&mut self, patience: Duration) {
-        if self.kept.len() == 0 {
+        if self.state.len() == 0 {
             self.inner.wait(patience);
         }
     }

@@ -16,7 +16,7 @@ use super::{NodeId, POOL_WORK_ID};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::op::{Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, WordAccess};
-use crate::shared_endpoint::{SharedEndpoint, UserCompletions};
+use crate::shared_endpoint::{SharedEndpoint, SharedState};
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 
 /// Most state machines side by side.
@@ -123,7 +123,7 @@ impl Buffers {
 #[derive(Debug)]
 pub(super) struct NodeConnection {
     endpoint: Box<dyn Endpoint>,
-    kept: Arc<UserCompletions>,
+    shared: Arc<SharedState>,
     layout: Layout,
     base: u64,
     key: Key,
@@ -145,8 +145,8 @@ impl NodeConnection {
     /// Reads the header, and checks that it is of this node and version.
     pub fn open(node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<Self, PoolError> {
         let format = |cause| PoolError::Format { node, cause };
-        let kept = Arc::new(UserCompletions::default());
-        let mut endpoint: Box<dyn Endpoint> = Box::new(SharedEndpoint::new(endpoint, Arc::clone(&kept)));
+        let shared = Arc::new(SharedState::default());
+        let mut endpoint: Box<dyn Endpoint> = Box::new(SharedEndpoint::new(endpoint, Arc::clone(&shared)));
         let region = endpoint.regions().first().cloned().ok_or(format(FormatError::NoRegion))?;
         let header_bytes = HEADER_BYTES as u64;
         if region.len < header_bytes {
@@ -161,7 +161,7 @@ impl NodeConnection {
         let layout = Layout::new(node.0, 1).map_err(format)?;
         let mut connection = Self {
             endpoint,
-            kept,
+            shared,
             layout,
             base: region.base,
             key: region.key,
@@ -223,20 +223,16 @@ impl NodeConnection {
         self.endpoint
     }
 
-    /// Whether the connection is broken or the node is away.
-    pub fn is_down(&self) -> bool {
-        self.endpoint.is_away() || self.endpoint.is_broken()
-    }
-
-    /// A handle that drains the operations in flight; `None` if there are none.
-    pub fn drain_handle(&mut self) -> Option<Box<dyn DrainHandle>> {
-        self.endpoint.drain_handle()
+    /// A handle that drains the operations in flight of a connection that has broken. Returned once
+    /// for each break; `None` if nothing is in flight.
+    pub fn pop_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
+        self.endpoint.drain_handle().filter(|_| self.shared.take_posted())
     }
 
     /// Polls the endpoint, so that a break is noticed. The user's completions are kept.
     pub fn poll(&mut self) {
         self.poll_for(0, 0, &mut None);
-        self.kept.put_back(&mut self.others);
+        self.shared.put_back(&mut self.others);
     }
 
     /// Executes an action of a single machine; `words` holds the answer.
@@ -382,7 +378,7 @@ impl NodeConnection {
             self.endpoint.wait(WAIT_MAX);
             spins = pause(spins);
         }
-        self.kept.put_back(&mut self.others);
+        self.shared.put_back(&mut self.others);
         failed.map_or(Ok(()), Err)
     }
 

@@ -1,6 +1,6 @@
 //! One node of a client: its endpoint, its layout, and its cached words.
 
-use aquifer_fabric::{DrainHandle, Endpoint, Key, KeyEntry, Tenant, WorkError};
+use aquifer_fabric::{Endpoint, Key, KeyEntry, Tenant, WorkError};
 
 use super::connection::NodeConnection;
 use super::{Extent, NodeId, random};
@@ -17,8 +17,6 @@ pub(super) struct ClientNode {
     pub(super) cache: NodeCache,
     /// The answer to the last action.
     pub(super) words: Vec<u64>,
-    /// Whether [`Self::pop_drain`] has returned the drain of this break of the connection.
-    is_drain_taken: bool,
 }
 
 /// Why an operation failed.
@@ -63,7 +61,7 @@ impl ClientNode {
         let connection = NodeConnection::open(id, endpoint)?;
         let cache = NodeCache::new(connection.layout(), search_start, tenant, random::SYSTEM);
         let words = Vec::with_capacity(READ_WORDS_MAX as usize);
-        let mut node = Self { id, connection, cache, words, is_drain_taken: false };
+        let mut node = Self { id, connection, cache, words };
         node.refresh()?;
         Ok(node)
     }
@@ -71,19 +69,6 @@ impl ClientNode {
     /// Polls the connection, so that a break is noticed. The user's completions are kept.
     pub(super) fn poll(&mut self) {
         self.connection.poll();
-    }
-
-    /// Begins an operation. If the connection is up, a break from now on is a new one.
-    pub(super) fn begin(&mut self) {
-        self.is_drain_taken &= self.connection.is_down();
-    }
-
-    /// A handle that drains the operations in flight of a connection that is abandoned. Returned
-    /// once for each break; `None` if nothing is in flight.
-    pub(super) fn pop_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
-        let drain = self.connection.drain_handle().filter(|_| !self.is_drain_taken)?;
-        self.is_drain_taken = true;
-        Some(drain)
     }
 
     pub(super) const fn region_key(&self) -> Key {

@@ -36,7 +36,7 @@ use world::PagingCounts;
 const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",
     play: run,
-    regressions: &[290_254_544_516, 865_554_945_951, 299_394_557_480, 889_168_747_441],
+    regressions: &[290_254_544_516, 865_554_945_951, 299_394_557_480, 889_168_747_441, 406_009_922_251],
     mutations: &[
         Mutation::ReclaimUnacknowledged,
         Mutation::KeepDiscarded,
