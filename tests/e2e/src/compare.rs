@@ -17,7 +17,12 @@ pub struct Case<'a> {
     pub forks: bool,
 }
 
-/// Runs a program plainly, then with a quarter of its peak memory, and compares the outputs.
+/// The least limit that a run can have, in bytes.
+const LIMIT_BYTES_MIN: u64 = 8 << 20;
+
+/// Runs a program plainly, then with a quarter of its peak memory or the least limit, and compares
+/// the outputs.
+///
 /// Returns the statistics of the paged run.
 ///
 /// # Panics
@@ -25,7 +30,7 @@ pub struct Case<'a> {
 pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     let plain = run_plainly(case.program, case.forks);
     plain.assert_success("the plain run");
-    let limit = plain.peak.anonymous_bytes / 4;
+    let limit = (plain.peak.anonymous_bytes / 4).max(LIMIT_BYTES_MIN);
     let stats = cluster.state().join("stats.json");
     let mut command = cluster.command();
     command

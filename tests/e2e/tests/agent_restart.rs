@@ -6,8 +6,8 @@ use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 
 /// The checker's memory and its limit: a quarter.
-const BYTES: &str = "64M";
-const LIMIT: &str = "18M";
+const BYTES: &str = "32M";
+const LIMIT: &str = "12M";
 /// Most restarts of the agent under one program.
 const RESTARTS_MAX: usize = 8;
 /// Faults that an agent serves before it is killed.

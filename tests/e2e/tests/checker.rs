@@ -6,7 +6,7 @@ use aquifer_tests_e2e::{Case, Cluster, build, compare};
 
 /// Memory of the checker: a test takes a few seconds, and a quarter is far more than what cannot be
 /// paged.
-const BYTES: &str = "64M";
+const BYTES: &str = "32M";
 
 fn check(test: &str, options: &[&str], forks: bool) {
     check_on("shm", test, options, forks);
@@ -27,7 +27,7 @@ fn pages_that_were_only_read_are_not_written_again() {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "4"];
     let cluster = Cluster::up(3, "512M");
-    let mut run = Running::start(&mut cluster.run_command("16M", &program), false, Box::new(|| 0));
+    let mut run = Running::start(&mut cluster.run_command("10M", &program), false, Box::new(|| 0));
     let was_spared = await_time(&mut run, "pages that leave unchanged", || {
         figure(&cluster, "unchanged_pages").is_some_and(|pages| pages > 0)
     });

@@ -62,7 +62,9 @@ fn golden_metrics_of_a_node_and_an_agent() {
     let mut agent_text = String::new();
     eventually("rows of the run, and operations at the node", || {
         agent_text = without_values(&agent_place);
-        let has_run = agent_text.contains("aquifer_agent_faults_total{");
+        let has_run = ["aquifer_agent_faults_total{", "aquifer_agent_tenant_runs{"]
+            .iter()
+            .all(|row| agent_text.contains(row));
         let has_served = without_values(&node_place).contains("aquifer_node_served_bytes_total{");
         (has_run && has_served).then_some(())
     });

@@ -27,11 +27,11 @@ fn all_succeed(cluster: &Cluster, count: usize) {
 }
 
 #[test]
-fn fifty_runs_at_once() {
-    all_succeed(&Cluster::up(4, "256M"), 50);
+fn thirty_runs_at_once() {
+    all_succeed(&Cluster::up(4, "256M"), 30);
 }
 
-/// 64 children have 512 MiB if pages that they share are counted for each of them.
+/// 64 children have 256 MiB if pages that they share are counted for each of them.
 #[test]
 fn pages_that_many_children_share_are_counted_once() {
     let cluster = Cluster::up(2, "512M");
@@ -39,7 +39,7 @@ fn pages_that_many_children_share_are_counted_once() {
     let stats = cluster.state().join("statistics.json");
     let mut command = cluster.command();
     command.args(["run", "--local", "16M", "--stats"]).arg(&stats).arg("--").arg(checker);
-    command.args(["family", "--bytes", "8M"]);
+    command.args(["family", "--bytes", "4M"]);
     let output = command.output().expect("aquifer can be started");
     assert!(output.status.success(), "{}: {}", output.status, text(&output.stderr));
     let stats = std::fs::read(&stats).expect("the statistics were written");

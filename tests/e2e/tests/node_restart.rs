@@ -12,8 +12,8 @@ use aquifer_tests_e2e::{Cluster, build, eventually, processes, swap};
 use rustix::process::Signal;
 
 /// The checker's memory and its limit: a quarter.
-const BYTES: &str = "64M";
-const LIMIT: &str = "18M";
+const BYTES: &str = "32M";
+const LIMIT: &str = "12M";
 /// Most restarts of nodes under one program.
 const RESTARTS_MAX: usize = 8;
 /// Faults that the agent serves before the next restart.
@@ -136,7 +136,7 @@ fn endless(cluster: &Cluster) -> Running {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "1000000"];
     let run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
-    eventually("a program to be paged", || (figure(cluster, "remote_bytes")? >= 32 << 20).then_some(()));
+    eventually("a program to be paged", || (figure(cluster, "remote_bytes")? >= 16 << 20).then_some(()));
     run
 }
 
@@ -149,7 +149,7 @@ fn an_agent_waits_for_a_node_before_it_resumes() {
         let checker = build::programs().join("checker");
         let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "3"];
         let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
-        let is_paged = || figure(&cluster, "remote_bytes").is_some_and(|bytes| bytes >= 32 << 20);
+        let is_paged = || figure(&cluster, "remote_bytes").is_some_and(|bytes| bytes >= 16 << 20);
         assert!(await_time(&mut run, "a program to be paged", is_paged), "it has ended");
         processes::kill(cluster.daemon("node", Some(1)));
         processes::kill(cluster.daemon("agent", None));
@@ -227,7 +227,7 @@ mod long {
             command.args(["run", "--swap", "--local", LIMIT, "--"]).args(program);
             let mut run = Running::start(&mut command, false, Box::new(|| 0));
             let is_swapping =
-                || swap::devices(&cluster).iter().any(|name| swap::swapped_bytes(name) > 24 << 20);
+                || swap::devices(&cluster).iter().any(|name| swap::swapped_bytes(name) > 12 << 20);
             if await_time(&mut run, "a program to be swapped", is_swapping) {
                 for restart in 0..RESTARTS_MAX {
                     restart_node(&cluster, 1 + restart % NODES);

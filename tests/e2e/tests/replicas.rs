@@ -7,8 +7,8 @@ use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use rustix::process::Signal;
 use serde_json::Value;
 
-const LIMIT: &str = "32M";
-const BYTES: &str = "96M";
+const LIMIT: &str = "16M";
+const BYTES: &str = "48M";
 
 fn start_checker(cluster: &Cluster, rounds: &str) -> Running {
     let checker = build::programs().join("checker");
@@ -30,7 +30,7 @@ fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
 /// Waits until pages of the program are on two nodes.
 fn await_paging(cluster: &Cluster) {
     eventually("a program to be paged", || {
-        (figure(cluster, "remote_bytes")? >= 96 << 20 && figure(cluster, "degraded_slabs")? == 0)
+        (figure(cluster, "remote_bytes")? >= 48 << 20 && figure(cluster, "degraded_slabs")? == 0)
             .then_some(())
     });
 }
@@ -58,12 +58,12 @@ fn end(cluster: &Cluster, run: Running) {
 
 #[test]
 fn a_dead_node_is_not_noticed() {
-    kill_a_node("shm", "6");
+    kill_a_node("shm", "8");
 }
 
 #[test]
 fn a_dead_node_elsewhere_is_not_noticed() {
-    kill_a_node("tcp", "2");
+    kill_a_node("tcp", "3");
 }
 
 fn kill_a_node(fabric: &str, rounds: &str) {
@@ -86,12 +86,12 @@ fn a_node_with_kept_memory_is_not_waited_for() {
     await_paging(&cluster);
     let node = cluster.daemon("node", Some(2));
     processes::signal(node, Signal::STOP);
-    await_faults(&cluster, 15_000);
+    await_faults(&cluster, 8_000);
     processes::signal(node, Signal::CONT);
     await_faults(&cluster, 8_000);
     await_replicas(&cluster);
     processes::kill(node);
-    await_faults(&cluster, 15_000);
+    await_faults(&cluster, 8_000);
     let output = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
     await_replicas(&cluster);

@@ -11,8 +11,8 @@ use aquifer_tests_e2e::run::{Running, run_plainly, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::skip;
 
-const BYTES: &str = "64M";
-const LIMIT: &str = "18M";
+const BYTES: &str = "32M";
+const LIMIT: &str = "12M";
 const JEMALLOC: &str = "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2";
 
 fn check(test: &str) {
