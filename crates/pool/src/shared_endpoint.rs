@@ -24,7 +24,7 @@ pub(crate) struct SharedState {
 impl SharedState {
     /// Whether operations were posted while the connection was up, since this was called last. If
     /// the connection is down now, it has broken since.
-    pub(crate) fn take_posted(&self) -> bool {
+    pub(crate) fn pop_has_posted(&self) -> bool {
         self.has_posted.swap(false, Ordering::Relaxed)
     }
 

@@ -226,7 +226,7 @@ impl NodeConnection {
     /// A handle that drains the operations in flight of a connection that has broken. Returned once
     /// for each break; `None` if nothing is in flight.
     pub fn pop_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
-        self.endpoint.drain_handle().filter(|_| self.shared.take_posted())
+        self.endpoint.drain_handle().filter(|_| self.shared.pop_has_posted())
     }
 
     /// Polls the endpoint, so that a break is noticed. The user's completions are kept.
