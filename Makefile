@@ -6,7 +6,7 @@ BENCHES := alloc packing objects migration cache dilemma fabric faults 'faults -
 # chaos with nodes that lose their memory, and a third for chaos with nodes that keep it.
 SECONDS := 600
 
-.PHONY: help build demo check test test-long mutants fuzz bench clean
+.PHONY: help build demo check test test-long mutants survivors fuzz bench clean
 
 help:
 	@echo 'make demo       runs a real program in a quarter of its memory, and with kernel swap (6 minutes with the build)'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test       runs all tests except the long ones (15 minutes from a clean clone)'
 	@echo 'make test-long  runs virtual machines, other languages, chaos for SECONDS=$(SECONDS), one large run'
 	@echo 'make mutants    searches and records the schedules that notice each mutation'
+	@echo 'make survivors  changes 20 functions at random, and reports the changes that no test notices'
 	@echo 'make fuzz       searches for inputs that break a parser, a minute for each of them'
 	@echo 'make bench      runs all benches, each with its peers'
 	@echo 'make clean      removes build output'
@@ -41,6 +42,10 @@ test-long:
 mutants:
 	AQUIFER_RECORD_MUTANTS=1 cargo test --workspace --test simulators every_mutation_is_noticed \
 		-- --nocapture --test-threads=1
+
+survivors:
+	scripts/install-deps.sh test
+	scripts/survivors.py
 
 fuzz:
 	scripts/install-deps.sh fuzz
