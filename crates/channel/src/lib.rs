@@ -10,11 +10,13 @@
 //! - [`owners`]: the user that has a subordinate user id.
 //! - [`exiting`]: processes that were killed and have not ended.
 //! - [`start_time`]: which process has an id.
+//! - [`answer_deadline`]: until when a process may do without answers of its agent.
 //! - [`kill`]: ending a process with the rights of its user.
 //! - [`paths`]: the path of the agent's socket.
 //!
 //! This crate does not know what the frames mean.
 
+pub mod answer_deadline;
 pub mod boot_time;
 pub mod descriptor_shares;
 pub mod exiting;

@@ -21,6 +21,8 @@ use crate::nodes::NodeRegistry;
 const LEASE_TTL: Duration = Duration::from_secs(15);
 /// Interval between keep-alives.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
+/// Interval between keep-alives while they fail: a short cut must not cost the lease.
+const KEEP_ALIVE_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -207,11 +209,11 @@ fn keep_alive(
     events: &LeaseEvents,
 ) -> Result<(), LeaseEnded> {
     let mut failure_log = FailureLog::default();
-    let mut waited = Duration::ZERO;
+    let (mut waited, mut interval) = (Duration::ZERO, KEEP_ALIVE_INTERVAL);
     while !stop.load(Relaxed) {
         std::thread::sleep(TICK);
         waited += TICK;
-        if waited < KEEP_ALIVE_INTERVAL {
+        if waited < interval {
             continue;
         }
         waited = Duration::ZERO;
@@ -220,6 +222,7 @@ fn keep_alive(
         let is_renewed = matches!(renewal, Renewal::Renewed);
         let counter = if is_renewed { &events.renewals } else { &events.failures };
         counter.fetch_add(1, Relaxed);
+        interval = if is_renewed { KEEP_ALIVE_INTERVAL } else { KEEP_ALIVE_RETRY_INTERVAL };
         match renewal {
             Renewal::Renewed => *events.renewed() = sent,
             Renewal::Ended => {
@@ -228,7 +231,7 @@ fn keep_alive(
             }
             Renewal::Unknown(error) => {
                 if let Some(failures) = failure_log.record(Instant::now()) {
-                    tracing::warn!(%error, failures, "lease keep-alive failed; retrying every 3 s");
+                    tracing::warn!(%error, failures, "lease keep-alive failed; retrying every 500 ms");
                 }
             }
         }

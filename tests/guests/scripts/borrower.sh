@@ -9,7 +9,7 @@ aquifer=$1
 await_port 10.9.0.1 2379
 daemon keeper keeper
 daemon agent agent --mempool 32M --directory etcd://10.9.0.1:2379
-until [ "$("$aquifer" status --json | grep -c memory_bytes)" -ge 2 ]; do sleep 0.2; done
+until [ "$("$aquifer" status --json | grep -c '"memory_bytes_wanted"')" -ge 2 ]; do sleep 0.2; done
 "$aquifer" run --local "$2" --replicas 2 --stats "$state/stats.json" -- "${@:3}" &
 run=$!
 remote_reads() {

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use aquifer_arena::calls::{Answer, Call, Tenure};
 use aquifer_arena::{PageFaults, revoke};
+use aquifer_channel::answer_deadline::{AfterSilence, AnswerDeadline};
 use aquifer_channel::boot_time::BootInstant;
 use aquifer_channel::receive_frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -26,8 +27,6 @@ use super::connections::{Connections, Ends, ask, send};
 
 /// Interval of attempts to connect, at which events of mappings are read as well.
 const TICK: Duration = Duration::from_millis(20);
-/// Questions to the agent whether it runs, in the grace time.
-const PULSES: u32 = 8;
 
 /// The connections of a process to its agent.
 #[derive(Debug)]
@@ -209,13 +208,10 @@ impl Link {
     /// Connects again whenever the agent ends.
     fn watch(&self, mut ends: Arc<Ends>) {
         loop {
-            let last_answer = self.await_end(&ends);
+            let until = self.await_end(&ends);
             // Calls that wait for an answer learn of it, if only one has ended.
             ends.shut_down();
-            let (until, is_closing) = {
-                let state = lock(&self.state);
-                (last_answer + state.grace, state.is_closing)
-            };
+            let is_closing = lock(&self.state).is_closing;
             match (is_closing, self.reconnect(until)) {
                 (false, Some(next)) => ends = next,
                 _ => return self.give_up(),
@@ -223,12 +219,10 @@ impl Link {
         }
     }
 
-    /// Waits until the agent has ended, or has not answered for the grace time. Returns when it has
-    /// answered last.
+    /// Waits until the agent has ended, or has not answered for the grace time. Returns the end of
+    /// the grace time after its latest answer.
     fn await_end(&self, ends: &Ends) -> BootInstant {
-        let (grace, mut last_answer) = (lock(&self.state).grace, ends.asked);
-        // A late answer says what was so when it was asked for.
-        let mut asked: Option<BootInstant> = None;
+        let mut deadline = AnswerDeadline::new(lock(&self.state).grace, ends.asked);
         let pulse = &ends.pulse;
         loop {
             let mut ends = [
@@ -236,30 +230,25 @@ impl Link {
                 PollFd::new(&ends.arrivals, PollFlags::RDHUP),
                 PollFd::new(pulse, PollFlags::IN),
             ];
-            let (now, deadline, interval) = (BootInstant::now(), last_answer + grace, grace / PULSES);
-            let until = match asked {
-                Some(asked) => deadline.max(asked + interval),
-                // After the deadline, this process was stopped, and asks at once.
-                None => deadline.min(now + interval),
-            };
+            let now = BootInstant::now();
+            let until = deadline.wait_until(now);
             let left = Timespec::try_from(until.saturating_duration_since(now)).unwrap_or_default();
             let is_over = match poll(&mut ends, Some(&left)) {
                 Err(rustix::io::Errno::INTR) => false,
                 Err(_) => true,
                 Ok(0) if BootInstant::now() < until => false,
-                Ok(0) if asked.is_some() => true,
-                Ok(0) => {
-                    asked = Some(BootInstant::now());
-                    send(pulse, &Call::Pulse, &[]).is_err()
-                }
+                Ok(0) => match deadline.note_silence(BootInstant::now()) {
+                    AfterSilence::GiveUp => true,
+                    AfterSilence::Ask => send(pulse, &Call::Pulse, &[]).is_err(),
+                },
                 Ok(_) if ends.iter().all(|end| (end.revents() - PollFlags::IN).is_empty()) => {
-                    last_answer = asked.take().unwrap_or(last_answer);
+                    deadline.note_answer();
                     receive_frame(pulse).is_err()
                 }
                 Ok(_) => true,
             };
             if is_over {
-                return last_answer;
+                return deadline.end();
             }
         }
     }

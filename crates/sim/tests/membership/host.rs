@@ -32,6 +32,8 @@ pub struct SimHost {
     /// Extents of the process before, on nodes to which this process has not connected yet.
     pub left: Vec<OrphanedExtents>,
     pub renewed_ms: u64,
+    /// When the last keep-alive was sent that succeeded.
+    pub sure_ms: u64,
     pub started_ms: u64,
     /// Nodes that the directory had at some time since the process started, with the life in the
     /// latest record that the process has read.
@@ -74,6 +76,7 @@ impl SimHost {
             links: Vec::new(),
             left: Vec::new(),
             renewed_ms: now_ms,
+            sure_ms: now_ms,
             started_ms: now_ms,
             known,
             updates,

@@ -1,6 +1,7 @@
 //! The rows of the tables in `docs/formats/directory.md`, one scenario each.
 
 use super::link::Outcome;
+use super::program::SegmentProgram;
 use super::world::{GracePeriods, World};
 
 /// Interval between steps, in milliseconds.
@@ -113,14 +114,76 @@ const ROWS: &[Row] = &[
     ("kept-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, !LOST, !WAITS),
 ];
 
+/// A row of segments: its name, the event and how long it lasts in seconds, and the time after its
+/// begin at which a program loses its access at the latest, in seconds, if it does.
+type SegmentRow = (&'static str, Event, u64, Option<u64>);
+
+const SEGMENT_ROWS: &[SegmentRow] = &[
+    ("segment-stall-1", Stall, 1, None),
+    ("segment-stall-5", Stall, 5, None),
+    ("segment-stall-20", Stall, 20, None),
+    ("segment-stall-60", Stall, 60, Some(38)),
+    ("segment-cut-agent-20", CutAgent, 20, None),
+    ("segment-cut-agent-60", CutAgent, 60, Some(38)),
+    ("segment-cut-all-60", CutAll, 60, Some(38)),
+    ("segment-stop-15", StopAgent, 15, None),
+    ("segment-kill-15", KillAgent, 15, None),
+    ("segment-stop-60", StopAgent, 60, Some(23)),
+    ("segment-kill-60", KillAgent, 60, Some(23)),
+    ("segment-suspend-60", SuspendAgent, 60, Some(61)),
+];
+
 /// The names of all rows.
-pub fn names() -> Vec<&'static str> {
-    ROWS.iter().map(|row| row.0).collect()
+pub fn names() -> impl Iterator<Item = &'static str> {
+    ROWS.iter().map(|row| row.0).chain(SEGMENT_ROWS.iter().map(|row| row.0))
 }
 
 /// Plays all rows. Returns what was wrong with each.
 pub fn play_all() -> Vec<String> {
-    ROWS.iter().filter_map(|row| play(row).err().map(|error| format!("{}: {error}", row.0))).collect()
+    let outcomes = ROWS.iter().map(|row| (row.0, play(row)));
+    let of_segments = SEGMENT_ROWS.iter().map(|row| (row.0, play_segment(row)));
+    let failed = outcomes.chain(of_segments).filter_map(|(name, outcome)| Some((name, outcome.err()?)));
+    failed.map(|(name, error)| format!("{name}: {error}")).collect()
+}
+
+/// Plays a row of segments. A program has lost its access whenever another host may claim the
+/// segment: when it claims the host.
+fn play_segment(&(_, event, seconds, lost_s): &SegmentRow) -> Result<(), String> {
+    let grace = GracePeriods { host_ms: GRACE_MS, nodes_ms: [0; 3] };
+    let mut world = World::new(1, grace, 2, 2);
+    world.nodes[0].start(0).map_err(|error| error.to_string())?;
+    world.start_host(AGENT, None)?;
+    world.start_host(OTHER, None)?;
+    let mut program = SegmentProgram::start(&world, AGENT);
+    let first = world.machines[AGENT].host.as_ref().expect("it runs").record.clone();
+    let mut steps = |world: &mut World, seconds: u64, is_agent_down: bool| {
+        for _ in 0..seconds * 1_000 / STEP_MS {
+            world.step(is_agent_down)?;
+            program.step(world);
+            let is_claimed = world.claims.contains_key(&(first.host, first.claim_epoch));
+            // A machine that is suspended runs nothing. When it goes on, the program's next step is
+            // its first.
+            if is_claimed && program.lost_ms.is_none() && !world.machines[AGENT].is_suspended {
+                return Err(format!(
+                    "a program has access to what another host may have, at {}",
+                    world.now_ms
+                ));
+            }
+        }
+        Ok::<(), String>(())
+    };
+    steps(&mut world, BEFORE_S, false)?;
+    let began_ms = world.now_ms;
+    world.set_event(event, true)?;
+    steps(&mut world, seconds, event == KillAgent)?;
+    world.set_event(event, false)?;
+    steps(&mut world, AFTER_S, false)?;
+    let lost_after_ms = program.lost_ms.map(|lost_ms| lost_ms - began_ms);
+    let is_right = match (lost_after_ms, lost_s) {
+        (Some(found), Some(latest)) => found <= latest * 1_000,
+        (found, expected) => found.is_none() && expected.is_none(),
+    };
+    if is_right { Ok(()) } else { Err(format!("access was lost after {lost_after_ms:?} ms")) }
 }
 
 fn play(&(name, event, seconds, fate, is_lost, waits): &Row) -> Result<(), String> {

@@ -205,7 +205,8 @@ impl World {
             let _ = host.directory.lease_keep_alive(claim.lease().id);
         }
         match renew(&host.directory, host.lease) {
-            Renewal::Renewed | Renewal::Unknown(_) => {}
+            Renewal::Renewed => host.sure_ms = now_ms,
+            Renewal::Unknown(_) => {}
             Renewal::Ended => {
                 self.counts.leases_lost += 1;
                 if self.has_lease(index) {

@@ -1,0 +1,106 @@
+//! A program that has a segment, on the machine of a host.
+
+use std::time::Duration;
+
+use aquifer_channel::answer_deadline::{AfterSilence, AnswerDeadline};
+use aquifer_channel::boot_time::BootInstant;
+
+use super::host::LEASE_TTL;
+use super::world::{HostMachine, World};
+
+/// A program that has access to a segment as long as its agent answers, and for a while longer.
+#[derive(Debug)]
+pub struct SegmentProgram {
+    machine: usize,
+    /// The epoch under which the owner of the segment claimed its host number.
+    owner: u64,
+    grace: Duration,
+    deadline: AnswerDeadline,
+    /// Until when the program waits for an answer, or for the time to ask.
+    until: BootInstant,
+    is_asking: bool,
+    /// The epoch of the agent to which the program is connected, if it is.
+    agent: Option<u64>,
+    /// When the program lost its access, in milliseconds.
+    pub lost_ms: Option<u64>,
+}
+
+fn at(now_ms: u64) -> BootInstant {
+    BootInstant::START + Duration::from_millis(now_ms)
+}
+
+/// Whether an agent answers programs: it runs, and its lease lasts for sure.
+fn answers(machine: &HostMachine, now_ms: u64) -> bool {
+    let lasts = |sure_ms: u64| Duration::from_millis(now_ms - sure_ms) < LEASE_TTL;
+    !machine.is_halted() && machine.host.as_ref().is_some_and(|host| lasts(host.sure_ms))
+}
+
+impl SegmentProgram {
+    /// A program on a machine whose host runs.
+    pub fn start(world: &World, machine: usize) -> Self {
+        let host = world.machines[machine].host.as_ref().expect("it runs");
+        // As the agent tells programs: other hosts wait for the whole grace time.
+        let grace = Duration::from_millis(world.grace.host_ms).mul_f64(0.75);
+        let (now, deadline) = (at(world.now_ms), AnswerDeadline::new(grace, at(world.now_ms)));
+        Self {
+            machine,
+            owner: host.record.claim_epoch,
+            grace,
+            deadline,
+            until: deadline.wait_until(now),
+            is_asking: false,
+            agent: Some(host.record.epoch),
+            lost_ms: None,
+        }
+    }
+
+    /// Lets the program ask its agent, connect to the next one, or give up.
+    pub fn step(&mut self, world: &World) {
+        let machine = &world.machines[self.machine];
+        let now = at(world.now_ms);
+        if machine.is_suspended || self.lost_ms.is_some() {
+            return;
+        }
+        let present = machine.host.as_ref().map(|host| host.record.epoch);
+        if self.agent.is_some() && self.agent != present {
+            self.agent = None;
+        }
+        let is_over = match self.agent {
+            Some(_) => self.ask(answers(machine, world.now_ms), now),
+            None => now >= self.deadline.end() || !self.connect(machine, world.now_ms),
+        };
+        if is_over {
+            self.lost_ms = Some(world.now_ms);
+        }
+    }
+
+    /// Receives an answer, and asks if that is due. Returns true if the program has waited for too
+    /// long.
+    fn ask(&mut self, answers: bool, now: BootInstant) -> bool {
+        if self.is_asking && answers {
+            self.deadline.note_answer();
+            (self.is_asking, self.until) = (false, self.deadline.wait_until(now));
+        }
+        if now < self.until {
+            return false;
+        }
+        match self.deadline.note_silence(now) {
+            AfterSilence::GiveUp => return true,
+            AfterSilence::Ask => (self.is_asking, self.until) = (true, self.deadline.wait_until(now)),
+        }
+        false
+    }
+
+    /// Connects to an agent if there is one. Returns false if it does not have the segment.
+    fn connect(&mut self, machine: &HostMachine, now_ms: u64) -> bool {
+        match &machine.host {
+            Some(host) if answers(machine, now_ms) => {
+                self.deadline = AnswerDeadline::new(self.grace, at(now_ms));
+                (self.is_asking, self.until) = (false, self.deadline.wait_until(at(now_ms)));
+                self.agent = Some(host.record.epoch);
+                host.record.claim_epoch == self.owner
+            }
+            _ => true,
+        }
+    }
+}
