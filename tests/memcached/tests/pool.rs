@@ -145,9 +145,12 @@ fn partitions_with_items_in_the_pool_move() {
     let server_at = |port| servers.iter().find(|server| server.port() == port).expect("one of both");
     let mut clients = ports.map(|port| Client::connect(server_at(port)));
     let keys = 100_000;
-    clients[0].set(0..keys);
-    let in_pool = |clients: &mut [Client; 2]| clients.each_mut().map(|client| client.statistic("pool_items"));
-    assert!(in_pool(&mut clients).iter().all(|items| *items > 5000));
+    // Servers that are slow to write to the pool drop items.
+    eventually("both servers to have items in the pool", || {
+        clients[0].set(0..keys);
+        let in_pool = clients.each_mut().map(|client| client.statistic("pool_items"));
+        in_pool.iter().all(|items| *items > 5000).then_some(())
+    });
     // All partitions go to the second server, with what the first one has in its memory.
     let drained = operate(&["drain", "1"]);
     assert!(drained.status.success(), "{drained:?}");
