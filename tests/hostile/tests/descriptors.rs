@@ -128,7 +128,6 @@ mod long {
         let victim = Victim::up();
         let cluster = &victim.0.cluster;
         let server = start_agent_that_cannot_end(&victim);
-        serves_others(&victim);
         let lock = || std::fs::metadata(cluster.state().join("agent.lock")).expect("a lock").ino();
         let lock_before = lock();
         replace_agent(cluster);
