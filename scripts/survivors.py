@@ -4,12 +4,14 @@
     scripts/survivors.py [--seed N] [--count N] [--only TEXT] [--list]
 
 cargo-mutants makes the changes, such as an empty body or a negated condition. Chosen are functions
-that write, release or fence something, in crates that no simulator plays. All happens in a copy of
-the committed tree, target/survivors. A change is first shown to the tests of its crate, and then to
-the end-to-end tests. A change that survives is no fault by itself: read it, and write a test if it
-loses data, lets others wait or opens access.
+that write, release or fence something, in crates of which simulators play little or nothing. All
+happens in a copy of the committed tree, target/survivors. A change is first shown to the tests of
+its crate, and then to the end-to-end tests. A change that survives is no fault by itself: read it,
+and write a test if it loses data, lets others wait or opens access.
 
-Exit status: 0 if all changes were noticed, 1 if some survived, 2 if something went wrong.
+Changes that do not compile are counted apart: they show nothing.
+
+Exit status: 0 if all others were noticed, 1 if some survived, 2 if something went wrong.
 """
 
 import argparse
@@ -41,7 +43,10 @@ NAMES = re.compile(
     "abandon|claim|clear|close|delete|drain|drop|end|expel|expire|fail|fence|forget|free|give|keep|leave"
     "|lose|put|receive|record|refuse|release|remove|renew|revoke|save|seal|send|set|stop|store|take|write"
 )
-TEST_TIMEOUT_S = 600
+# For a build, or for the tests of one change.
+STEP_TIMEOUT_S = 1800
+
+UNUSABLE = "no code"
 
 
 def run(command, **options):
@@ -80,7 +85,7 @@ def tests_pass(filterset, environment):
         ["cargo", "nextest", "run", "--workspace", "--fail-fast", "--no-tests", "pass", "-E", filterset],
     ):
         try:
-            outcome = run(command, env=environment, capture_output=True, timeout=TEST_TIMEOUT_S * 3)
+            outcome = run(command, env=environment, capture_output=True, timeout=STEP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return False
         if outcome.returncode != 0:
@@ -89,7 +94,7 @@ def tests_pass(filterset, environment):
 
 
 def notice(mutant, environment):
-    """What has noticed a change: the compiler, the crate, all tests together, or nothing."""
+    """Which tests have noticed a change, or that it does not compile; `None` if it has survived."""
     # The second line of the diff is a description where the name of the file should be.
     before, _, changes = mutant["diff"].split("\n", 2)
     patch = "\n".join([before, f"+++ {mutant['file']}", changes])
@@ -99,7 +104,7 @@ def notice(mutant, environment):
         for who, filterset in (("its crate", f"package({package})"), ("end to end", CRATES[package])):
             passed = tests_pass(filterset, environment)
             if not passed:
-                return "the compiler" if passed is None else who
+                return UNUSABLE if passed is None else who
         return None
     finally:
         run(["git", "checkout", "--quiet", "--force", "."], check=True)
@@ -107,7 +112,7 @@ def notice(mutant, environment):
 
 def main():
     parser = argparse.ArgumentParser(description="Reports changes of functions that no test notices.")
-    parser.add_argument("--seed", type=int, help="draws the same changes again")
+    parser.add_argument("--seed", type=int, help="draws the same changes of the same commit again")
     parser.add_argument("--count", type=int, default=20, help="number of changes (default: 20)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only changes whose names contain this")
     parser.add_argument("--list", action="store_true", help="only lists the changes")
@@ -130,12 +135,14 @@ def main():
     if not tests_pass(" | ".join(f"package({crate})" for crate in CRATES), environment):
         print("survivors: the tests fail without any change", file=sys.stderr)
         return 2
-    survivors = []
+    survivors, unusable = [], 0
     for number, mutant in enumerate(chosen, 1):
         by = notice(mutant, environment)
         print(f"{number:3} {by or 'SURVIVED':12} {mutant['name']}", flush=True)
         survivors += [] if by else [mutant]
-    print(f"\nsurvivors: {len(survivors)} of {len(chosen)}, --seed {seed}")
+        unusable += by == UNUSABLE
+    compiled = len(chosen) - unusable
+    print(f"\nsurvivors: {len(survivors)} of {compiled}; {unusable} did not compile; --seed {seed}")
     for mutant in survivors:
         print(f"\n{mutant['name']}\n{mutant['diff']}")
     return 1 if survivors else 0

@@ -69,7 +69,7 @@ step() {
 
 # Compiles with clippy-driver, which compiles as rustc does, and lints. `cargo clippy` would check
 # all dependencies a second time, which takes minutes. Cargo keeps what it builds with and without
-# this apart, so all steps use it.
+# this apart, so the build and the tests both use it.
 with_lints() {
     RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS='-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__' "$@"
 }
@@ -96,7 +96,7 @@ build() {
 
 run_tests() { with_lints cargo nextest run --workspace --profile "$1"; }
 
-# Tests wait most of the time.
+# Many tests wait: four more at a time than there are processors keep these busy.
 run_many_tests() {
     with_lints cargo nextest run --workspace --profile "$1" --test-threads $(($(nproc) + 4))
 }

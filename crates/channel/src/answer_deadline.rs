@@ -1,7 +1,7 @@
-//! Until when a process may do without answers of its agent.
+//! Deadline of a process that asks its agent at intervals whether it runs.
 //!
-//! A process asks its agent at intervals. What it has by the agent's lease ends a grace time after
-//! the latest answer, because other hosts may have it afterwards.
+//! What the process has by the agent's lease ends a grace time after the latest answer, because
+//! other hosts may have it afterwards.
 //!
 //! Pure: time is an argument.
 
@@ -12,7 +12,7 @@ use crate::boot_time::BootInstant;
 /// Questions to the agent in the grace time.
 const QUESTIONS: u32 = 8;
 
-/// What to do when no answer has arrived in time.
+/// The next step of a process when no answer has arrived in time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AfterSilence {
     /// Ask the agent.
@@ -45,7 +45,7 @@ impl AnswerDeadline {
         self.answered + self.grace
     }
 
-    /// Until when to wait for an answer, or for the time to ask.
+    /// The time until which to wait for an answer, or for the next question.
     #[must_use]
     pub fn wait_until(&self, now: BootInstant) -> BootInstant {
         let interval = self.grace / QUESTIONS;

@@ -10,7 +10,7 @@
 //! - [`owners`]: the user that has a subordinate user id.
 //! - [`exiting`]: processes that were killed and have not ended.
 //! - [`start_time`]: which process has an id.
-//! - [`answer_deadline`]: until when a process may do without answers of its agent.
+//! - [`answer_deadline`]: the deadline of a process whose agent does not answer.
 //! - [`kill`]: ending a process with the rights of its user.
 //! - [`paths`]: the path of the agent's socket.
 //!

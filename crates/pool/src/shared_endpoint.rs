@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use aquifer_fabric::{Completion, Endpoint, PostError, Work, forward_endpoint};
 
-/// What the pool knows of the endpoint that it shares.
+/// State of a shared endpoint that the pool and the endpoint both use.
 #[derive(Debug, Default)]
 pub(crate) struct SharedState {
     /// Completions of the user's operations that the pool has polled.

@@ -83,7 +83,7 @@ pub fn read_all(stream: &mut BufReader<TcpStream>) -> Vec<String> {
     try_read_all(stream).unwrap()
 }
 
-/// The same.
+/// The value, flags, cas number and seconds left of all keys.
 ///
 /// # Errors
 /// If the server has closed the connection.

@@ -107,7 +107,7 @@ fn items_outlive_the_leases_of_all_servers() {
     }
 }
 
-/// What [`read_all`] returns; `None` if the server has closed the connection, as it does with those
+/// The lines of [`read_all`]; `None` if the server has closed the connection, as it does with those
 /// that it was serving when its lease ended. Then the stream is connected again.
 fn read_or_connect(
     cluster: &Cluster,

@@ -16,7 +16,7 @@ pub struct SegmentProgram {
     owner: u64,
     grace: Duration,
     deadline: AnswerDeadline,
-    /// Until when the program waits for an answer, or for the time to ask.
+    /// The time until which the program waits for an answer, or for the next question.
     until: BootInstant,
     is_asking: bool,
     /// The epoch of the agent to which the program is connected, if it is.
