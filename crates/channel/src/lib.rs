@@ -24,6 +24,7 @@ pub mod frames;
 #[cfg(test)]
 mod golden_tests;
 pub mod kill;
+mod mutation;
 pub mod owners;
 pub mod passrights;
 pub mod paths;
@@ -37,5 +38,6 @@ pub use frames::{
     HoldRefused, ReceiveError, RestoredItem, connect, connect_with_timeout, frame_socket, receive_frame,
     send_frame, set_timeout, try_send_frame,
 };
+pub use mutation::Mutation;
 pub use process::start_time;
 pub use ring_mapping::RingMapping;

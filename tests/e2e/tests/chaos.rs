@@ -1,18 +1,18 @@
 //! redis, PostgreSQL and the checker on one cluster over TCP, while its daemons are killed, stopped
-//! and started. No data may be lost.
+//! and started, and cut off from the directory one at a time. No data may be lost.
 //!
 //! Runs for `AQUIFER_SOAK_S` seconds; without the variable, each fault is injected once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::redis::Redis;
 use aquifer_tests_e2e::restart::{figure, restart_agent, restart_node, start_missing};
 use aquifer_tests_e2e::run::status;
 use aquifer_tests_e2e::{Cluster, SharedCluster, build, eventually, processes};
-use aquifer_tests_support::EtcdCluster;
+use aquifer_tests_support::{EtcdCluster, TcpRelay};
 use rustix::process::Signal;
 
 const SECONDS_VARIABLE: &str = "AQUIFER_SOAK_S";
@@ -55,22 +55,45 @@ fn await_service(cluster: &Cluster) {
     });
 }
 
-type Fault = fn(&Cluster, &mut EtcdCluster, usize);
+/// The directory, which daemons reach through a relay.
+struct Directory {
+    etcd: EtcdCluster,
+    relay: TcpRelay,
+}
+
+impl Directory {
+    fn start() -> Self {
+        let etcd = EtcdCluster::start();
+        let local = "127.0.0.1:0".parse().expect("an address");
+        let relay = TcpRelay::start(local, etcd.members()[0].client(), Duration::ZERO).expect("a free port");
+        Self { etcd, relay }
+    }
+
+    /// The address for daemons.
+    fn address(&self) -> String {
+        format!("etcd://{}", self.relay.address())
+    }
+}
+
+type Fault = fn(&Cluster, &mut Directory, usize);
 
 /// Faults for nodes whose memory is lost with their processes.
-const FAULTS: [Fault; 6] = [kill_agent, stop_node, kill_node, kill_etcd, stop_agent, kill_node];
+const FAULTS: [Fault; 8] =
+    [kill_agent, stop_node, kill_node, kill_etcd, cut_node_off, stop_agent, kill_node, cut_agent_off];
 /// Faults for nodes whose memory is kept, so that one replica suffices.
-const FAULTS_OF_KEPT: [Fault; 7] = [
+const FAULTS_OF_KEPT: [Fault; 9] = [
     restart_kept_node,
     kill_agent,
     stop_kept_node,
     restart_kept_node,
+    cut_node_off,
     kill_etcd,
     restart_kept_node_with_agent,
+    cut_agent_off,
     stop_agent,
 ];
 
-fn kill_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
+fn kill_agent(cluster: &Cluster, _: &mut Directory, _: usize) {
     restart_agent(cluster);
 }
 
@@ -95,18 +118,18 @@ fn node_of(time: usize) -> usize {
     (time + time / FAULTS.len()) % NODES + 1
 }
 
-fn restart_kept_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
+fn restart_kept_node(cluster: &Cluster, _: &mut Directory, time: usize) {
     restart_node(cluster, node_of(time));
 }
 
-fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
+fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut Directory, time: usize) {
     processes::kill(cluster.daemon("node", Some(node_of(time))));
     processes::kill(cluster.daemon("agent", None));
     start_missing(cluster, "Started");
 }
 
 /// Stops a node until its lease has ended. Programs that need it wait.
-fn stop_kept_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
+fn stop_kept_node(cluster: &Cluster, _: &mut Directory, time: usize) {
     let _stopped = Stopped::new(cluster.daemon("node", Some(node_of(time))));
     eventually("the agent to miss the node", || {
         let missing = status(cluster.agent_socket())?["missing_nodes"].as_array()?.len();
@@ -114,18 +137,18 @@ fn stop_kept_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
     });
 }
 
-fn stop_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
+fn stop_node(cluster: &Cluster, _: &mut Directory, time: usize) {
     let _stopped = Stopped::new(cluster.daemon("node", Some(node_of(time))));
     await_service(cluster);
 }
 
 /// Meanwhile no fault is served, and requests for the status time out.
-fn stop_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
+fn stop_agent(cluster: &Cluster, _: &mut Directory, _: usize) {
     let _stopped = Stopped::new(cluster.daemon("agent", None));
     assert!(cluster.status().is_object());
 }
 
-fn kill_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
+fn kill_node(cluster: &Cluster, _: &mut Directory, time: usize) {
     // Each page must have a replica on another node.
     let is_whole = || (figure(cluster, "degraded_slabs")? == 0).then_some(());
     eventually("all pages to be on two nodes", is_whole);
@@ -136,19 +159,42 @@ fn kill_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
     eventually("all pages to be on two nodes again", is_whole);
 }
 
-fn kill_etcd(cluster: &Cluster, etcd: &mut EtcdCluster, _: usize) {
-    etcd.member(0).kill();
+fn kill_etcd(cluster: &Cluster, directory: &mut Directory, _: usize) {
+    directory.etcd.member(0).kill();
     await_service(cluster);
-    etcd.member(0).restart();
+    directory.etcd.member(0).restart();
     restart_agent(cluster);
+}
+
+/// Cuts a node off from the directory until its lease has ended. It is used all the time.
+fn cut_node_off(cluster: &Cluster, directory: &mut Directory, time: usize) {
+    directory.relay.cut_off(Some(cluster.daemon("node", Some(node_of(time)))));
+    cluster.await_nodes(NODES - 1);
+    await_service(cluster);
+    directory.relay.cut_off(None);
+    cluster.await_nodes(NODES);
+}
+
+/// Cuts the agent off from the directory until its lease has ended. The programs wait for the next
+/// agent.
+fn cut_agent_off(cluster: &Cluster, directory: &mut Directory, _: usize) {
+    let agent = cluster.daemon("agent", None);
+    directory.relay.cut_off(Some(agent));
+    eventually("the lease of the agent to end", || {
+        find(&cluster.status(), "agents")?.as_array()?.is_empty().then_some(())
+    });
+    directory.relay.cut_off(None);
+    // It starts its successor.
+    eventually("the agent to end", || (!processes::is_alive(agent)).then_some(()));
+    await_service(cluster);
 }
 
 fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) {
     assert!(rustix::process::geteuid().is_root(), "needs root, to start PostgreSQL as another user");
     let seconds =
         std::env::var(SECONDS_VARIABLE).map_or(0, |text| text.parse().expect("a number of seconds"));
-    let mut etcd = EtcdCluster::start();
-    let address = etcd.address();
+    let mut directory = Directory::start();
+    let address = directory.address();
     let options = [&["--fabric", "tcp", "--directory", &address], cluster_options].concat();
     let mut shared = SharedCluster::up_with(NODES, &options);
     shared.cluster.set_run_options(run_options);
@@ -178,7 +224,7 @@ fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) 
                 || started.elapsed() < Duration::from_secs(seconds)
             {
                 await_service(cluster);
-                what_happens[faults % what_happens.len()](cluster, &mut etcd, faults);
+                what_happens[faults % what_happens.len()](cluster, &mut directory, faults);
                 faults += 1;
             }
         }));

@@ -5,6 +5,7 @@
 //! - [`mod@golden`]: golden files, which fix the bytes of a format.
 //! - [`openmetrics`]: fetches the metrics of a daemon, and reads them strictly.
 //! - [`relay`]: a TCP relay that delays, stops and cuts connections.
+//! - [`socket_owner`]: the process that has a connection.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +14,7 @@ pub mod eventually;
 pub mod golden;
 pub mod openmetrics;
 pub mod relay;
+pub mod socket_owner;
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,5 @@
-//! A relay that forwards TCP connections, and can delay, stop and cut them as a network does.
+//! A relay that forwards TCP connections, and can delay, stop and cut them as a network does, all
+//! or those of one process.
 //!
 //! It listens in the network namespace of the thread that starts it, and connects from there.
 
@@ -8,6 +9,8 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+use crate::socket_owner::socket_owner;
 
 /// Most pieces that one direction of a connection queues; more wait in the socket of the sender.
 const PIECES_MAX: usize = 64;
@@ -26,6 +29,8 @@ enum RelayMode {
 #[derive(Debug)]
 struct RelayState {
     mode: RelayMode,
+    /// The process whose bytes are not forwarded, as if it was cut off from the network.
+    cut_off: Option<u32>,
     /// The relay was dropped.
     is_dropped: bool,
     next: u64,
@@ -56,7 +61,13 @@ impl TcpRelay {
     pub fn start(at: SocketAddr, to: SocketAddr, delay: Duration) -> io::Result<Self> {
         let listener = TcpListener::bind(at)?;
         let address = listener.local_addr()?;
-        let state = RelayState { mode: RelayMode::Open, is_dropped: false, next: 0, open: HashMap::new() };
+        let state = RelayState {
+            mode: RelayMode::Open,
+            cut_off: None,
+            is_dropped: false,
+            next: 0,
+            open: HashMap::new(),
+        };
         let shared = Arc::new(RelayShared { delay, state: Mutex::new(state), changed: Condvar::new() });
         let for_thread = Arc::clone(&shared);
         let accept = move || {
@@ -91,6 +102,13 @@ impl TcpRelay {
     /// Forwards again, first what was queued.
     pub fn resume(&self) {
         self.shared.set(RelayMode::Open);
+    }
+
+    /// Stops forwarding for the connections of one process, those that it opens later too, or with
+    /// `None` for no process. Connections are not closed.
+    pub fn cut_off(&self, pid: Option<u32>) {
+        self.shared.lock().cut_off = pid;
+        self.shared.changed.notify_all();
     }
 
     /// The number of forwarded connections.
@@ -130,6 +148,7 @@ impl RelayShared {
         let onward = TcpStream::connect(to)?;
         from.set_nodelay(true)?;
         onward.set_nodelay(true)?;
+        let owner = socket_owner(from.peer_addr()?);
         let pair = [from.try_clone()?, onward.try_clone()?];
         let mut state = self.lock();
         if state.mode == RelayMode::Cut {
@@ -140,49 +159,61 @@ impl RelayShared {
         state.next += 1;
         state.open.insert(id, pair);
         drop(state);
-        self.forward(id, from.try_clone()?, onward.try_clone()?)?;
-        self.forward(id, onward, from)
+        self.forward((id, owner), from.try_clone()?, onward.try_clone()?)?;
+        self.forward((id, owner), onward, from)
     }
 
     /// Forwards one direction by two threads: one receives, and one sends after the delay.
-    fn forward(self: &Arc<Self>, id: u64, source: TcpStream, sink: TcpStream) -> io::Result<()> {
+    fn forward(
+        self: &Arc<Self>,
+        connection: (u64, Option<u32>),
+        source: TcpStream,
+        sink: TcpStream,
+    ) -> io::Result<()> {
         let (sender, receiver) = sync_channel(PIECES_MAX);
         let (for_source, for_sink) = (Arc::clone(self), Arc::clone(self));
         let named = |name: &str| std::thread::Builder::new().name(name.to_owned());
         named("relay-receive").spawn(move || receive(&for_source, source, &sender))?;
-        named("relay-send").spawn(move || for_sink.send(id, sink, &receiver)).map(drop)
+        named("relay-send").spawn(move || for_sink.send(connection, sink, &receiver)).map(drop)
     }
 
-    fn send(&self, id: u64, mut sink: TcpStream, pieces: &Receiver<(Instant, Vec<u8>)>) {
+    fn send(
+        &self,
+        (id, owner): (u64, Option<u32>),
+        mut sink: TcpStream,
+        pieces: &Receiver<(Instant, Vec<u8>)>,
+    ) {
         while let Ok((due, piece)) = pieces.recv() {
-            if !self.wait(due) || sink.write_all(&piece).is_err() {
+            if !self.wait(due, owner) || sink.write_all(&piece).is_err() {
                 break;
             }
         }
         // The end of a connection is delayed like its bytes.
         let ended = Instant::now() + self.delay;
-        self.wait(ended);
+        self.wait(ended, owner);
         if let Some(pair) = self.lock().open.remove(&id) {
             shut(&pair);
         }
     }
 
-    /// Waits until `due` and until the relay forwards. Returns false if connections are cut.
-    fn wait(&self, due: Instant) -> bool {
+    /// Waits until `due` and until the relay forwards for a process. Returns false if connections
+    /// are cut.
+    fn wait(&self, due: Instant, owner: Option<u32>) -> bool {
         let mut state = self.lock();
         loop {
             let left = due.saturating_duration_since(Instant::now());
+            let is_cut_off = owner.is_some() && owner == state.cut_off;
             match state.mode {
                 RelayMode::Cut => return false,
-                RelayMode::Open if left.is_zero() => return true,
-                RelayMode::Open => {
+                RelayMode::Open if !is_cut_off && left.is_zero() => return true,
+                RelayMode::Open if !is_cut_off => {
                     state = self
                         .changed
                         .wait_timeout(state, left)
                         .expect("no thread panics while it holds the lock")
                         .0
                 }
-                RelayMode::Stopped => {
+                RelayMode::Open | RelayMode::Stopped => {
                     state = self.changed.wait(state).expect("no thread panics while it holds the lock")
                 }
             }

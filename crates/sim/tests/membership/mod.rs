@@ -51,6 +51,12 @@ fn each_row_of_the_tables_has_its_outcome() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+#[test]
+fn a_program_that_waits_past_its_deadline_is_noticed() {
+    let wrong = aquifer_channel::Mutation::WaitPastDeadline.while_active(scenarios::play_all);
+    assert!(wrong.iter().any(|row| row.contains("what another host may have")), "{wrong:?}");
+}
+
 /// The rows in the document and those that are played are the same.
 #[test]
 fn all_rows_of_the_tables_are_played() {
