@@ -1,7 +1,7 @@
 # The commands of the project. Their steps are in scripts/ and in the binary.
 
 AQUIFER := target/release/aquifer
-BENCHES := alloc packing objects migration cache dilemma fabric faults 'faults --fabric tcp' failover kv malloc apps restart
+BENCHES := alloc packing objects migration cache fabric faults 'faults --fabric tcp' failover kv malloc apps restart
 # Seconds of random programs and chaos in `make test-long`: a third is for programs, a third for
 # chaos with nodes that lose their memory, and a third for chaos with nodes that keep it.
 SECONDS := 600

@@ -46,12 +46,7 @@ short_benches() {
     scripts/install-deps.sh bench
     for name in $(target/release/aquifer bench list | cut -d ' ' -f 1); do
         echo "bench $name"
-        # All its block sizes over both fabrics take several minutes.
-        case $name in
-        dilemma) set -- --fabric shm --only '4 KiB' ;;
-        *) set -- ;;
-        esac
-        target/release/aquifer bench "$name" --quick "$@"
+        target/release/aquifer bench "$name" --quick
     done
 }
 

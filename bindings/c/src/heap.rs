@@ -2,11 +2,11 @@
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use aquifer_objects::client::{ClientError, DirectRead, HeapClient};
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::slot::ReadVerdict;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::errors::{self, heap_errno, invalid_argument, store_text};
 
@@ -53,7 +53,7 @@ unsafe fn lock<'a>(heap: *const CHeap) -> Result<MutexGuard<'a, HeapClient>, c_i
     if heap.owner != std::process::id() {
         return Err(errors::forked());
     }
-    Ok(heap.client.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(heap.client.lock())
 }
 
 /// The pointer at an address; `None` if it is null, or no pointer of an object is there.

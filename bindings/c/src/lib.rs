@@ -14,10 +14,10 @@ pub mod segments;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use aquifer_client::{Error, Extent, ReadJob, Session, Statistics, WriteJob};
 use errors::{invalid_argument, return_value, store_text};
+use parking_lot::{Mutex, MutexGuard};
 
 /// `aquifer_session`.
 #[derive(Debug)]
@@ -362,5 +362,5 @@ unsafe fn lock<'a>(session: *const CSession) -> Result<MutexGuard<'a, Session>, 
     if session.owner != std::process::id() {
         return Err(return_value(Err(Error::Forked)));
     }
-    Ok(session.session.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(session.session.lock())
 }

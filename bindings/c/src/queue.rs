@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use aquifer_objects::client::queue::{HeapQueue, Operation, OperationEnd};
+use parking_lot::Mutex;
 
 use crate::errors::{self, heap_errno, invalid_argument, store_text};
 use crate::heap::{CPointer, bytes_at, open_client, pointer_at};
@@ -38,13 +38,9 @@ pub struct CEnd {
 }
 
 impl CQueue {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Begun>> {
-        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn begin(&self, user: u64, operation: Operation, out: (usize, usize)) -> c_int {
         // Locked before, so that its end is not taken before it is known.
-        let mut begun = self.lock();
+        let mut begun = self.begun.lock();
         match self.queue.begin(operation) {
             Ok(id) => {
                 begun.insert(id, Begun { user, out });
@@ -59,7 +55,7 @@ impl CQueue {
     /// # Safety
     /// The room of all reads that have not ended is writable.
     unsafe fn finish(&self, end: OperationEnd) -> Option<CEnd> {
-        let Begun { user, out: (room, len) } = self.lock().remove(&end.id)?;
+        let Begun { user, out: (room, len) } = self.begun.lock().remove(&end.id)?;
         Some(match end.result {
             Ok(done) => {
                 let bytes = done.bytes.len().min(len);

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::descriptor_shares::DescriptorShares;
@@ -25,6 +25,7 @@ use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
 use aquifer_segments::host::{SegmentHost, programs};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{Mode, OFlags};
 
 use crate::heap_tickets::HeapTickets;
@@ -148,7 +149,7 @@ impl Connections {
                 Ok(Some(introduction)) => self.admit(channel.uid, introduction),
                 Ok(None) => return,
                 Err(error) => {
-                    let mut log = self.admit_failures.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut log = self.admit_failures.lock();
                     if let Some(failures) = log.record(Instant::now()) {
                         tracing::warn!(%error, failures, uid = channel.uid, "lost a connection");
                     }
@@ -220,7 +221,7 @@ impl Connections {
     }
 
     fn lock_counts(&self) -> MutexGuard<'_, HashMap<Counted, usize>> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock()
     }
 
     /// Serves one connection, of which the first packet was received.

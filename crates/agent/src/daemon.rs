@@ -4,17 +4,17 @@ mod segments;
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::RestoredItem;
 use aquifer_channel::descriptor_shares::DescriptorShares;
-use aquifer_channel::{HoldRefused, RestoredItem};
 use aquifer_directory::names::AgentRecord;
 use aquifer_directory::{ConnectDirectory, Directory, DirectoryError, DirectoryRetries};
-use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionService};
+use aquifer_extents::{InheritedSession, NodeConnector, SessionService};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
@@ -26,12 +26,13 @@ use aquifer_host::membership::{LeaseEvents, Membership, MembershipError, wait_to
 use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::size::ByteSize;
-use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::KeeperClient;
+use aquifer_ipc::{HeldKind, KeeperShare};
+use aquifer_keeper::{KeeperClient, KeeperStore};
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
-use aquifer_segments::host::{SegmentError, SegmentKeeper, SegmentKey};
+use aquifer_segments::host::{HostLease, SegmentError};
+use parking_lot::Mutex;
 
 use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
@@ -185,7 +186,7 @@ pub enum AgentError {
 #[derive(Debug)]
 struct HostServices {
     nodes: Arc<NodeRegistry>,
-    keeper: KeeperClient,
+    keeper: Arc<KeeperClient>,
     lease: Arc<LeaseEvents>,
     listeners: Listeners,
     descriptors: Arc<DescriptorShares>,
@@ -229,37 +230,13 @@ impl AgentServices for HostServices {
         self.listeners.end_knock(knock);
     }
 
-    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
-        self.keeper.hold_shared(put, fds)
-    }
-
-    fn remove_from_keeper(&self, kind: HeldKind, id: u64) {
-        self.keeper.release(kind, id);
+    fn keeper(&self) -> &dyn KeeperStore {
+        &*self.keeper
     }
 }
 
-impl SessionKeeper for HostServices {
-    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
-        self.keeper.hold(item, fds)
-    }
-
-    fn release(&self, kind: HeldKind, id: u64) {
-        self.keeper.release(kind, id);
-    }
-}
-
-impl SegmentKeeper for HostServices {
-    fn hold(&self, number: u64, segment: SegmentKey, fds: [BorrowedFd<'_>; 2]) -> Result<(), String> {
-        let record = serde_json::to_string(&segment).map_err(|error| error.to_string())?;
-        let item = HeldItem { kind: HeldKind::Segment, id: number, pid: 0, uid: segment.tenant, record };
-        self.keeper.hold(&item, &fds).map_err(|error| error.to_string())
-    }
-
-    fn release(&self, number: u64) {
-        self.keeper.release(HeldKind::Segment, number);
-    }
-
-    fn is_member(&self) -> bool {
+impl HostLease for HostServices {
+    fn lasts(&self) -> bool {
         self.lease.lasts()
     }
 }
@@ -356,7 +333,7 @@ impl Agent {
         let HostState { mempool, listener, shared_listener, .. } = state;
         let host = Arc::new(HostServices {
             nodes: Arc::clone(&nodes),
-            keeper,
+            keeper: Arc::new(keeper),
             lease,
             listeners: Listeners::start(Arc::clone(&descriptors)).map_err(AgentError::Gateway)?,
             descriptors: Arc::clone(&descriptors),
@@ -365,7 +342,7 @@ impl Agent {
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
         let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
-        let segments = start_segments(options, &membership, Arc::clone(&host), kept_segments, retries)?;
+        let segments = start_segments(options, &membership, &host, kept_segments, retries)?;
         let swap_servers = Arc::new(SwapServers::default());
         let serve_metrics = |listener: MetricsListener| {
             let lease = membership.lease_events();
@@ -476,7 +453,7 @@ fn start_services(
     let restorable = restorable_sessions(kept_sessions, resumes, &host.keeper);
     let sessions = SessionService::new(
         Arc::clone(host) as Arc<dyn NodeConnector>,
-        Arc::clone(host) as Arc<dyn SessionKeeper>,
+        Arc::clone(&host.keeper) as Arc<dyn KeeperStore>,
         Arc::clone(&host.descriptors),
         options.extents_per_user,
     );

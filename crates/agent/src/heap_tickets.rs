@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aquifer_channel::descriptor_shares::DescriptorShares;
@@ -16,6 +16,7 @@ use aquifer_fabric::{ClusterKey, Identity, Tenant, Ticket};
 use aquifer_ipc::Frame;
 use aquifer_objects::access::HeapAccess;
 use aquifer_objects::service::{OPERATOR, TICKET_SERVICE};
+use parking_lot::Mutex;
 
 /// Time for which a ticket can be used to connect.
 const TICKET_TIME: Duration = Duration::from_secs(24 * 3600);
@@ -62,7 +63,7 @@ impl HeapTickets {
 
     /// Counts a user id that gets a ticket. A service has a bounded number of heaps.
     fn admit(&self, owner: u32, uid: u32) -> Result<(), String> {
-        let mut tenants = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tenants = self.tenants.lock();
         let of_owner = tenants.entry(owner).or_default();
         if of_owner.len() >= TENANTS_PER_OWNER_MAX && !of_owner.contains(&uid) {
             return Err(format!(

@@ -6,13 +6,14 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::descriptor_shares::{DescriptorCharge, DescriptorShares};
 use aquifer_channel::socket::wait_readable;
 use aquifer_faults::serve::{KnockName, KnockSocket};
 use aquifer_gateway::{Gateway, ListenerKind, UserChannel};
+use parking_lot::Mutex;
 
 /// The command of this program that serves as the gateway of an agent, with its standard input.
 pub const GATEWAY_COMMAND: &str = "gateway";
@@ -77,7 +78,7 @@ impl Listeners {
 
     /// Accepts connections at a socket as long as the agent runs.
     pub fn add(&self, kind: ListenerKind, socket: OwnedFd) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let number = state.next_number();
         // If the gateway has ended, the next one gets all of them.
         let _ended = state.gateway.listen(number, kind, &socket);
@@ -86,7 +87,7 @@ impl Listeners {
 
     /// Accepts connections at a socket of a knock.
     pub fn add_knock(&self, socket: KnockSocket) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let mut of_tenant: Vec<KnockName> = Vec::new();
         for other in state.knocks.iter().filter(|other| other.socket.tenant == socket.tenant) {
             if !of_tenant.contains(&other.socket.knock) {
@@ -109,7 +110,7 @@ impl Listeners {
 
     /// Closes the sockets of a knock.
     pub fn end_knock(&self, knock: &KnockName) {
-        self.lock().close_knocks(|open| open.socket.knock == *knock);
+        self.state.lock().close_knocks(|open| open.socket.knock == *knock);
     }
 
     /// Waits for another user for at most `timeout`. Replaces a gateway that has ended.
@@ -118,8 +119,8 @@ impl Listeners {
     /// If another gateway cannot be started.
     pub fn next_user(&self, timeout: Duration) -> io::Result<Option<UserChannel>> {
         let now = Instant::now();
-        self.lock().close_knocks(|open| now >= open.until);
-        let gateway = Arc::clone(&self.lock().gateway);
+        self.state.lock().close_knocks(|open| now >= open.until);
+        let gateway = Arc::clone(&self.state.lock().gateway);
         if !wait_readable(&[gateway.news()], timeout).unwrap_or(false) {
             return Ok(None);
         }
@@ -132,7 +133,7 @@ impl Listeners {
 
     fn restart_gateway(&self) -> io::Result<()> {
         let gateway = start_gateway()?;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         for (number, kind, socket) in &state.permanent {
             gateway.listen(*number, *kind, socket)?;
         }
@@ -141,10 +142,6 @@ impl Listeners {
         }
         state.gateway = Arc::new(gateway);
         Ok(())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -181,7 +178,8 @@ mod tests {
         let mut command = Command::new("cat");
         let shares = DescriptorShares::new(10_000);
         let listeners = Listeners::with(Gateway::start(command.stdout(Stdio::null())).unwrap(), shares);
-        let tenants = || listeners.lock().knocks.iter().map(|open| open.socket.tenant).collect::<Vec<_>>();
+        let tenants =
+            || listeners.state.lock().knocks.iter().map(|open| open.socket.tenant).collect::<Vec<_>>();
         let knock = |number: usize| KnockName { name: [u8::try_from(number).unwrap(); 16], secret: [0; 16] };
         let add = |tenant: u32, number| {
             let listener = File::open("/dev/null").unwrap().into();
@@ -195,8 +193,8 @@ mod tests {
         }
         assert_eq!(tenants()[..2], [1, 2]);
         assert_eq!(tenants().len(), 1 + 2 * KNOCKS_PER_TENANT_MAX);
-        assert_eq!(listeners.lock().knocks[1].socket.knock, knock(5), "the oldest knocks are replaced");
-        listeners.lock().knocks[0].until = Instant::now();
+        assert_eq!(listeners.state.lock().knocks[1].socket.knock, knock(5), "the oldest knocks are replaced");
+        listeners.state.lock().knocks[0].until = Instant::now();
         assert!(listeners.next_user(Duration::ZERO).unwrap().is_none());
         assert_eq!(tenants().len(), 2 * KNOCKS_PER_TENANT_MAX);
         assert!(tenants().iter().all(|tenant| *tenant == 2));

@@ -5,12 +5,13 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, UNIX_EPOCH};
 
 use aquifer_host::nodes::NodeRegistry;
 use aquifer_pool::NodeId;
 use aquifer_report::{MissingNode, NodeStatus};
+use parking_lot::{Condvar, Mutex};
 
 /// Longest wait for the nodes' answers.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -59,12 +60,12 @@ impl NodeWatch {
     /// The registered nodes with their last answers, which are new if the nodes answer in time.
     pub(crate) fn nodes(&self) -> Vec<NodeStatus> {
         let Some(nodes) = self.nodes.upgrade() else { return Vec::new() };
-        let mut answers = self.shared.lock();
+        let mut answers = self.shared.answers.lock();
         answers.is_wanted = true;
         let wanted = answers.begun + 1;
         self.shared.changed.notify_all();
-        let waited = self.shared.changed.wait_timeout_while(answers, PATIENCE, |now| now.finished < wanted);
-        let (answers, _late) = waited.unwrap_or_else(PoisonError::into_inner);
+        let must_wait = |answers: &mut Answers| answers.finished < wanted;
+        let _late = self.shared.changed.wait_while_for(&mut answers, must_wait, PATIENCE);
         let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0, failure: None };
         let status = |node: NodeId| {
             let last = answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0));
@@ -90,8 +91,8 @@ impl NodeWatch {
 impl Shared {
     /// Waits until a round is wanted; false if none is after a while.
     fn begin_round(&self) -> bool {
-        let waited = self.changed.wait_timeout_while(self.lock(), TICK, |answers| !answers.is_wanted);
-        let (mut answers, _timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut answers = self.answers.lock();
+        let _timeout = self.changed.wait_while_for(&mut answers, |answers| !answers.is_wanted, TICK);
         let begins = std::mem::take(&mut answers.is_wanted);
         answers.begun += u64::from(begins);
         begins
@@ -112,14 +113,10 @@ impl Shared {
                 free_bytes: pool.free_bytes(node),
                 failure: None,
             };
-            self.lock().last.insert(node.0, status);
+            self.answers.lock().last.insert(node.0, status);
         }
-        let mut answers = self.lock();
+        let mut answers = self.answers.lock();
         answers.finished = answers.begun;
         self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Answers> {
-        self.answers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

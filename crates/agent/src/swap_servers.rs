@@ -3,7 +3,7 @@
 //! [`aquifer_host::cluster_access`] describes what they get from the agent, and what they report.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
@@ -12,6 +12,7 @@ use aquifer_host::cluster_access::{ClusterAccess, SwapReport};
 use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{Frame, SetLimit};
 use aquifer_report::RunStatistics;
+use parking_lot::{Condvar, Mutex};
 
 /// Most servers at once.
 const SWAP_SERVERS_MAX: usize = 1024;
@@ -58,11 +59,11 @@ impl SwapServers {
             server.read();
         }
         server.close();
-        self.lock().retain(|other| !Arc::ptr_eq(other, &server));
+        self.servers.lock().retain(|other| !Arc::ptr_eq(other, &server));
     }
 
     fn admit(&self, server: &Arc<SwapServer>, access: &ClusterAccess) -> Frame {
-        let mut servers = self.lock();
+        let mut servers = self.servers.lock();
         if servers.len() >= SWAP_SERVERS_MAX {
             return Frame::Refused(format!(
                 "this agent already serves {SWAP_SERVERS_MAX} swap devices: end some runs first"
@@ -74,7 +75,7 @@ impl SwapServers {
 
     /// The last report of each server.
     pub(crate) fn reports(&self) -> Vec<SwapReport> {
-        self.lock().iter().filter_map(|server| server.lock().report.clone()).collect()
+        self.servers.lock().iter().filter_map(|server| server.state.lock().report.clone()).collect()
     }
 
     /// Changes the limit of the run that a process belongs to; `None` if there is no such run, or
@@ -90,18 +91,18 @@ impl SwapServers {
         let cgroups = std::fs::read_to_string(format!("/proc/{}/cgroup", set.pid)).unwrap_or_default();
         let is_in = |name: &str| cgroups.lines().any(|line| line.rsplit('/').next() == Some(name));
         let has_run = |server: &&Arc<SwapServer>| {
-            let state = server.lock();
+            let state = server.state.lock();
             state.report.as_ref().is_some_and(|report| {
                 is_visible(report.statistics.tenant) && (report.runner == set.pid || is_in(&report.cgroup))
             })
         };
-        let server = self.lock().iter().find(has_run).cloned()?;
+        let server = self.servers.lock().iter().find(has_run).cloned()?;
         Some(server.set_limit(set))
     }
 
     /// Notifies all servers that the agent stops, and waits until they have ended.
     pub(crate) fn end(&self, reason: &str) {
-        let servers = self.lock().clone();
+        let servers = self.servers.lock().clone();
         for server in &servers {
             // Fails if the server has ended, which is what is wanted.
             let _ = try_send_frame(&server.socket, &Frame::Ended(reason.to_owned()), &[]);
@@ -112,10 +113,6 @@ impl SwapServers {
                 tracing::error!(timeout = ?END_TIMEOUT, "a swap server has not ended in time");
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<SwapServer>>> {
-        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -147,14 +144,10 @@ impl SwapServer {
 
     /// Sends a new limit, and waits until a report has it.
     fn set_limit(&self, set: SetLimit) -> Result<RunStatistics, String> {
-        let _one = match self.request.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(guard)) => guard.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err("another change of its limit is under way: try again".to_owned());
-            }
+        let Some(_one) = self.request.try_lock() else {
+            return Err("another change of its limit is under way: try again".to_owned());
         };
-        let least_bytes = self.lock().report.as_ref().map_or(0, |report| report.least_limit_bytes);
+        let least_bytes = self.state.lock().report.as_ref().map_or(0, |report| report.least_limit_bytes);
         if set.limit_bytes < least_bytes {
             return Err(format!(
                 "a limit of {} is too small for this run and its device: give at least {}",
@@ -168,7 +161,7 @@ impl SwapServer {
             state.report.as_ref().is_some_and(|report| report.statistics.limit_bytes == set.limit_bytes)
         };
         self.wait(Instant::now() + ANSWER_TIMEOUT, |state| state.is_closed || has_limit(state));
-        let state = self.lock();
+        let state = self.state.lock();
         match &state.report {
             Some(report) if has_limit(&state) => Ok(report.statistics.clone()),
             _ if state.is_closed => Err("its swap server has ended".to_owned()),
@@ -182,18 +175,14 @@ impl SwapServer {
     /// Waits until `is_done`; false after the deadline.
     fn wait(&self, deadline: Instant, is_done: impl Fn(&ServerState) -> bool) -> bool {
         let remaining = deadline.saturating_duration_since(Instant::now());
-        let waited = self.changed.wait_timeout_while(self.lock(), remaining, |state| !is_done(state));
-        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
+        let _late = self.changed.wait_while_for(&mut state, |state| !is_done(state), remaining);
         is_done(&state)
     }
 
     fn update(&self, change: impl FnOnce(&mut ServerState)) {
-        change(&mut self.lock());
+        change(&mut self.state.lock());
         self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ServerState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -219,12 +208,12 @@ mod tests {
             scope.spawn(|| servers.serve(other, &ClusterAccess::new("{}", false, None)));
             assert!(matches!(receive_frame(&own).unwrap().0, Frame::ClusterAccess(_)));
             send_frame(&own, &report(1), &[]).unwrap();
-            let server = servers.lock()[0].clone();
+            let server = servers.servers.lock()[0].clone();
             assert!(server.wait(Instant::now() + END_TIMEOUT, |state| state.report.is_some()));
             body(&servers, &own);
             drop(own);
         });
-        assert!(servers.lock().is_empty());
+        assert!(servers.servers.lock().is_empty());
     }
 
     #[test]

@@ -9,9 +9,9 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tracing::callsite::Identifier;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -183,7 +183,7 @@ where
         let metadata: &'static Metadata<'static> = event.metadata();
         let (omitted, is_admitted) = {
             let now = Instant::now();
-            let mut limits = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut limits = self.limits.lock();
             // A line of the levels debug and trace is admitted always.
             let is_limited = *metadata.level() <= Level::INFO;
             let omitted = limits.report(now);
@@ -270,7 +270,7 @@ mod tests {
 
     impl io::Write for Log {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
+            self.0.lock().extend_from_slice(bytes);
             Ok(bytes.len())
         }
 
@@ -293,7 +293,7 @@ mod tests {
         let subscriber = tracing_subscriber::fmt().with_ansi(false).event_format(format);
         let subscriber = subscriber.with_max_level(Level::DEBUG).with_writer(log.clone()).finish();
         tracing::subscriber::with_default(subscriber, work);
-        String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
+        String::from_utf8(log.0.lock().clone()).unwrap()
     }
 
     #[test]

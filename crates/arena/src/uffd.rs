@@ -4,58 +4,17 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-const UFFDIO_API: u64 = 0xc018_aa3f;
-const UFFDIO_REGISTER: u64 = 0xc020_aa00;
-const UFFDIO_UNREGISTER: u64 = 0x8010_aa01;
-const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
-const UFFDIO_CONTINUE: u64 = 0xc020_aa07;
-const UFFDIO_POISON: u64 = 0xc020_aa08;
-const UFFDIO_WAKE: u64 = 0x8010_aa02;
-const API: u64 = 0xaa;
+use aquifer_uffd::*;
+
 /// Events of `mremap`, by which armed mappings are moved fast; missing and minor faults of shared
 /// memory; poison.
-const FEATURES: u64 = 1 << 2 | 1 << 5 | 1 << 10 | 1 << 14;
-const FEATURE_SIGBUS: u64 = 1 << 7;
-const USERFAULTFD_IOC_NEW: libc::Ioctl = 0xaa00;
-const MODE_MISSING: u64 = 1;
-const MODE_WRITE_PROTECT: u64 = 2;
-const MODE_MINOR: u64 = 4;
+const FEATURES: u64 =
+    UFFD_FEATURE_EVENT_REMAP | UFFD_FEATURE_MISSING_SHMEM | UFFD_FEATURE_MINOR_SHMEM | UFFD_FEATURE_POISON;
 /// Write-protection of shared memory, of pages that do not exist yet, and without messages.
-const FEATURES_OF_WRITES: u64 = 1 << 12 | 1 << 13 | 1 << 15;
-/// The kernel's own accesses are not served, which any user may ask for.
-const USER_MODE_ONLY: i32 = 1;
-const PAGEMAP_SCAN: u64 = 0xc060_6610;
-/// Write-protects what is found; fails unless writes are noted by the kernel.
-const SCAN_FLAGS: u64 = 1 | 2;
-const PAGE_IS_WRITTEN: u64 = 2;
-
-#[repr(C)]
-struct ApiArgument {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct UffdRange {
-    start: u64,
-    len: u64,
-}
-
-#[repr(C)]
-struct RegisterArgument {
-    range: UffdRange,
-    mode: u64,
-    ioctls: u64,
-}
-
-/// Argument of `UFFDIO_ZEROPAGE`, `UFFDIO_CONTINUE` and `UFFDIO_POISON`.
-#[repr(C)]
-struct FillArgument {
-    range: UffdRange,
-    mode: u64,
-    filled: i64,
-}
+const FEATURES_OF_WRITES: u64 =
+    UFFD_FEATURE_WP_HUGETLBFS_SHMEM | UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_ASYNC;
+/// Flags that write-protect what is found, and fail unless writes are noted by the kernel.
+const SCAN_FLAGS: u64 = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
 
 /// Opens a userfaultfd for this process, by the device if it is given. With `refuses`, touches are
 /// SIGBUS instead of waiting.
@@ -63,7 +22,7 @@ pub fn open(device: Option<BorrowedFd<'_>>, refuses: bool) -> io::Result<OwnedFd
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
     let fd = match device {
         // SAFETY: the request takes flags and returns a new descriptor.
-        Some(device) => unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) },
+        Some(device) => unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as libc::Ioctl, flags) },
         // SAFETY: the call takes flags and returns a new descriptor.
         None => unsafe { i32::try_from(libc::syscall(libc::SYS_userfaultfd, flags)).unwrap_or(-1) },
     };
@@ -72,15 +31,16 @@ pub fn open(device: Option<BorrowedFd<'_>>, refuses: bool) -> io::Result<OwnedFd
     }
     // SAFETY: the kernel has created it for this call.
     let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let features = if refuses { FEATURES | FEATURE_SIGBUS } else { FEATURES };
-    let mut argument = ApiArgument { api: API, features, ioctls: 0 };
+    let features = if refuses { FEATURES | UFFD_FEATURE_SIGBUS } else { FEATURES };
+    let mut argument = uffdio_api { api: UFFD_API, features, ioctls: 0 };
     request(&uffd, UFFDIO_API, &raw mut argument)?;
     Ok(uffd)
 }
 
 /// Opens a userfaultfd by which the kernel notes writes.
 pub fn open_for_writes() -> io::Result<OwnedFd> {
-    let flags = libc::O_CLOEXEC | USER_MODE_ONLY;
+    // The kernel's own accesses are not served, so any user may ask for this.
+    let flags = libc::O_CLOEXEC | UFFD_USER_MODE_ONLY;
     // SAFETY: the call takes flags and returns a new descriptor.
     let fd = unsafe { i32::try_from(libc::syscall(libc::SYS_userfaultfd, flags)).unwrap_or(-1) };
     if fd < 0 {
@@ -88,15 +48,15 @@ pub fn open_for_writes() -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has created it for this call.
     let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let mut argument = ApiArgument { api: API, features: FEATURES_OF_WRITES, ioctls: 0 };
+    let mut argument = uffdio_api { api: UFFD_API, features: FEATURES_OF_WRITES, ioctls: 0 };
     request(&uffd, UFFDIO_API, &raw mut argument)?;
     Ok(uffd)
 }
 
 /// Has writes to a range noted.
 pub fn register_writes(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
-    let mode = MODE_WRITE_PROTECT;
-    let mut argument = RegisterArgument { range: range(address, bytes), mode, ioctls: 0 };
+    let mode = UFFDIO_REGISTER_MODE_WP;
+    let mut argument = uffdio_register { range: range(address, bytes), mode, ioctls: 0 };
     request(uffd, UFFDIO_REGISTER, &raw mut argument)
 }
 
@@ -121,23 +81,6 @@ impl WrittenRange {
     }
 }
 
-#[repr(C)]
-#[derive(Default)]
-struct ScanArgument {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    ranges: u64,
-    ranges_len: u64,
-    pages_max: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_any: u64,
-    return_mask: u64,
-}
-
 /// Finds pages of addresses of this process that were written since they were found last, and
 /// returns how many ranges there are, and how far it has looked.
 pub fn look_for_writes(
@@ -145,18 +88,21 @@ pub fn look_for_writes(
     addresses: Range<usize>,
     ranges: &mut [WrittenRange],
 ) -> io::Result<(usize, usize)> {
-    let mut argument = ScanArgument {
-        size: size_of::<ScanArgument>() as u64,
+    let mut argument = pm_scan_arg {
+        size: size_of::<pm_scan_arg>() as u64,
         flags: SCAN_FLAGS,
         start: addresses.start as u64,
         end: addresses.end as u64,
-        ranges: ranges.as_mut_ptr().expose_provenance() as u64,
-        ranges_len: ranges.len() as u64,
+        walk_end: 0,
+        vec: ranges.as_mut_ptr().expose_provenance() as u64,
+        vec_len: ranges.len() as u64,
+        max_pages: 0,
+        category_inverted: 0,
         category_mask: PAGE_IS_WRITTEN,
+        category_anyof_mask: 0,
         return_mask: PAGE_IS_WRITTEN,
-        ..ScanArgument::default()
     };
-    // SAFETY: the request writes at most `ranges_len` ranges, whose layout is the kernel's, and the
+    // SAFETY: the request writes at most `vec_len` ranges, whose layout is the kernel's, and the
     // argument, both alive for the call. It changes no memory.
     let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
     if found < 0 {
@@ -168,8 +114,8 @@ pub fn look_for_writes(
 
 /// Registers a range for missing and minor faults.
 pub fn register(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
-    let mode = MODE_MISSING | MODE_MINOR;
-    let mut argument = RegisterArgument { range: range(address, bytes), mode, ioctls: 0 };
+    let mode = UFFDIO_REGISTER_MODE_MISSING | UFFDIO_REGISTER_MODE_MINOR;
+    let mut argument = uffdio_register { range: range(address, bytes), mode, ioctls: 0 };
     request(uffd, UFFDIO_REGISTER, &raw mut argument)
 }
 
@@ -183,8 +129,8 @@ pub fn unregister(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()
 /// bytes from the first on were mapped: fewer than `bytes` if the next page is mapped already, or
 /// cannot be.
 pub fn resume(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<usize> {
-    let mut argument = FillArgument { range: range(address, bytes), mode: 0, filled: 0 };
-    match (request(uffd, UFFDIO_CONTINUE, &raw mut argument), usize::try_from(argument.filled)) {
+    let mut argument = uffdio_continue { range: range(address, bytes), mode: 0, mapped: 0 };
+    match (request(uffd, UFFDIO_CONTINUE, &raw mut argument), usize::try_from(argument.mapped)) {
         (_, Ok(filled)) if filled > 0 => Ok(filled),
         (result, _) => result.map(|()| 0),
     }
@@ -192,12 +138,14 @@ pub fn resume(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<usize>
 
 /// Maps a page of zeros where the file has a hole, and wakes those that wait for it.
 pub fn fill_with_zeros(uffd: &OwnedFd, address: usize) -> io::Result<()> {
-    fill(uffd, UFFDIO_ZEROPAGE, address)
+    let mut argument = uffdio_zeropage { range: range(address, 4096), mode: 0, zeropage: 0 };
+    request(uffd, UFFDIO_ZEROPAGE, &raw mut argument)
 }
 
 /// Has each touch of a page end in SIGBUS.
 pub fn poison(uffd: &OwnedFd, address: usize) -> io::Result<()> {
-    fill(uffd, UFFDIO_POISON, address)
+    let mut argument = uffdio_poison { range: range(address, 4096), mode: 0, updated: 0 };
+    request(uffd, UFFDIO_POISON, &raw mut argument)
 }
 
 /// Wakes those that wait for pages, so that they touch them again.
@@ -206,13 +154,8 @@ pub fn wake(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
     request(uffd, UFFDIO_WAKE, &raw mut argument)
 }
 
-fn fill(uffd: &OwnedFd, kind: u64, address: usize) -> io::Result<()> {
-    let mut argument = FillArgument { range: range(address, 4096), mode: 0, filled: 0 };
-    request(uffd, kind, &raw mut argument)
-}
-
-fn range(address: usize, bytes: usize) -> UffdRange {
-    UffdRange { start: address as u64, len: bytes as u64 }
+fn range(address: usize, bytes: usize) -> uffdio_range {
+    uffdio_range { start: address as u64, len: bytes as u64 }
 }
 
 fn request<T>(uffd: &OwnedFd, request: u64, argument: *mut T) -> io::Result<()> {

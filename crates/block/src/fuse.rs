@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aquifer_pager::{Connector, PAGE_BYTES};
@@ -16,6 +16,7 @@ use fuser::{
     KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite,
     Request, Session, SessionACL, WriteFlags,
 };
+use parking_lot::Mutex;
 use rustix::fs::FallocateFlags;
 use rustix::mount::MountFlags;
 
@@ -145,7 +146,7 @@ impl VolumeFile {
 
     /// Calls `act` with the buffers of one request. There are as many as threads.
     fn with_buffers<T>(&self, act: impl FnOnce(&mut RequestBuffers) -> T) -> T {
-        let lock = || self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.buffers.lock();
         let mut buffers = lock().pop().expect("there is one for each thread");
         let result = act(&mut buffers);
         lock().push(buffers);

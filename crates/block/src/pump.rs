@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, SlabSizing, StageOutcome, WrittenBatch};
+use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, StageOutcome, WrittenBatch};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -47,11 +47,6 @@ impl Pump {
             is_pool_full: false,
             is_awaiting_node: false,
         }
-    }
-
-    /// Sets how large slabs are. Must be called before anything is written.
-    pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
-        self.sender.set_slab_sizing(sizing);
     }
 
     /// Begins a round in which the volume's [`Mover`] vacates all slabs, sparse or not. For tests.

@@ -9,8 +9,8 @@ mod room;
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_latency::LatencyHistogram;
@@ -18,6 +18,7 @@ use aquifer_pager::{
     BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation,
     PAGE_BYTES, PageNumber, PageState, SealedBlock, SlabSet, TableError, Volume, WrittenBatch, is_zero,
 };
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::error::BlockError;
@@ -143,7 +144,7 @@ impl BlockVolume {
     /// If there is no memory for its buffer.
     pub fn reader(&self, connector: Arc<dyn Connector>) -> std::io::Result<VolumeReader> {
         let latency = Arc::new(LatencyHistogram::default());
-        self.latencies.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&latency));
+        self.latencies.lock().push(Arc::clone(&latency));
         Ok(VolumeReader {
             fetcher: Fetcher::new(connector)?,
             latency,
@@ -389,14 +390,14 @@ impl BlockVolume {
     /// Removes the messages for people since the last call.
     #[must_use]
     pub fn drain_messages(&self) -> Vec<String> {
-        std::mem::take(&mut *self.messages.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.messages.lock())
     }
 
     /// Why the last write that found no room was refused, if any was. The writer may not be able to
     /// report it.
     #[must_use]
     pub fn last_refusal(&self) -> Option<String> {
-        self.last_refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.last_refusal.lock().clone()
     }
 
     /// Bytes in use on memory nodes.
@@ -409,7 +410,7 @@ impl BlockVolume {
     #[must_use]
     pub fn stats(&self) -> VolumeStats {
         let latency = LatencyHistogram::default();
-        for one in self.latencies.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+        for one in self.latencies.lock().iter() {
             latency.merge(one);
         }
         let (remote_bytes, remote_peak_bytes) = self.slabs.bytes();
@@ -486,7 +487,7 @@ impl BlockVolume {
     /// Logs an error, and keeps it for [`Self::drain_messages`].
     fn report(&self, error: &BlockError) {
         tracing::error!(%error, "lost a page of a block volume");
-        let mut messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut messages = self.messages.lock();
         if messages.len() < MESSAGES_MAX {
             messages.push(error.to_string());
         }
@@ -502,7 +503,7 @@ impl BlockVolume {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, VolumeState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -67,7 +66,7 @@ impl Member {
     pub(crate) fn set_drains(&self, drains: bool) -> Result<(), DirectoryError> {
         self.drains.store(drains, Ordering::Relaxed);
         let record = {
-            let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
+            let mut own = self.own.write();
             own.drains = drains;
             own.clone()
         };
@@ -83,7 +82,7 @@ impl Member {
             let owned: Vec<usize> =
                 (0..self.seats.len()).filter(|at| self.seats[*at].lock().holder.has_access()).collect();
             let others: Vec<u16> = {
-                let servers = self.servers.read().unwrap_or_else(PoisonError::into_inner);
+                let servers = self.servers.read();
                 let others = servers.values().filter(|server| server.life() != own && !server.drains);
                 others.map(|server| server.server).collect()
             };
@@ -131,7 +130,7 @@ impl Member {
 
     /// The server with the lowest number balances.
     fn is_leader(&self) -> bool {
-        let servers = self.servers.read().unwrap_or_else(PoisonError::into_inner);
+        let servers = self.servers.read();
         servers.keys().next() == Some(&self.life().host)
     }
 
@@ -171,7 +170,7 @@ impl Member {
 
     /// The loads of all servers; `None` if one does not answer.
     fn loads_of_all(&self, may_move: impl Fn(usize) -> bool) -> Option<BTreeMap<u16, ServerLoad>> {
-        let servers = self.servers.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let servers = self.servers.read().clone();
         let mut loads = BTreeMap::new();
         for (number, record) in servers {
             let status = if record.life() == self.life() {

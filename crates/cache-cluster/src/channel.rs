@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_cache::server::peers::PeerSocket;
@@ -12,6 +12,7 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::handshake::secure::{RecordCipher, SecureError, initiate, respond};
 use aquifer_fabric::tcp::connect_unpaced;
 use aquifer_segments::ownership::Life;
+use parking_lot::Mutex;
 use rustix::net::sockopt;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -287,7 +288,7 @@ impl Channels {
         if self.interference.as_ref().is_some_and(|interference| interference.loses_question(ask)) {
             return lost();
         }
-        let kept = self.lock().get_mut(&server.life()).and_then(Vec::pop);
+        let kept = self.free.lock().get_mut(&server.life()).and_then(Vec::pop);
         let mut channel = match kept.filter(|(used, _)| used.elapsed() < KEPT_TIME) {
             Some((_, channel)) => channel,
             None => {
@@ -298,7 +299,7 @@ impl Channels {
         };
         channel.send(ask).map_err(system)?;
         let answer = channel.receive().map_err(system)?;
-        self.lock().entry(server.life()).or_default().push((Instant::now(), channel));
+        self.free.lock().entry(server.life()).or_default().push((Instant::now(), channel));
         if self.interference.as_ref().is_some_and(|interference| interference.loses_answer(ask)) {
             return lost();
         }
@@ -307,11 +308,7 @@ impl Channels {
 
     /// Closes the connections with servers other than these.
     pub fn retain(&self, is_alive: impl Fn(Life) -> bool) {
-        self.lock().retain(|life, _| is_alive(*life));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Life, Vec<(Instant, Channel)>>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        self.free.lock().retain(|life, _| is_alive(*life));
     }
 }
 

@@ -141,7 +141,7 @@ impl Member {
                     continue;
                 }
             }
-            drop(seat.changed.wait_timeout(state, LOOK));
+            seat.changed.wait_for(&mut state, LOOK);
         }
     }
 

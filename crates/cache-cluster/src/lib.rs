@@ -36,7 +36,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, RwLock};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -45,6 +45,7 @@ use aquifer_cache::store::StoreOptions;
 use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 use aquifer_directory::Directory;
 use aquifer_fabric::{ClusterKey, TargetError};
+use parking_lot::RwLock;
 
 use self::channel::{Access, Channels, Interference};
 use self::keeping::{Kept, Records};

@@ -1,7 +1,8 @@
 //! How much each partition is used.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// The rate follows the load with this time constant.
 const MEMORY: Duration = Duration::from_secs(2);
@@ -26,7 +27,7 @@ impl Loads {
     /// Notes how many requests each partition has had by now.
     #[expect(clippy::cast_precision_loss, reason = "the numbers are far below 2^52")]
     pub fn note(&self, counts: &[u64], now: Instant) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         let passed = now.saturating_duration_since(state.at).as_secs_f64();
         if passed <= 0.0 {
             return;
@@ -43,16 +44,12 @@ impl Loads {
 
     /// Sets the rate of a partition that has come.
     pub fn set(&self, partition: usize, rate: f64) {
-        self.lock().rates[partition] = rate.clamp(0.0, 1e12);
+        self.0.lock().rates[partition] = rate.clamp(0.0, 1e12);
     }
 
     /// The rate of a partition.
     pub fn rate(&self, partition: usize) -> f64 {
-        self.lock().rates[partition]
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().rates[partition]
     }
 }
 

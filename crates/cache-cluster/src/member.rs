@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use aquifer_cache::server::ServerHandle;
 use aquifer_cache::store::presence::{Place, Presence};
 use aquifer_directory::DirectoryError;
 use aquifer_segments::ownership::{Holder, Holding, Input, Life, Message, Output, SegmentRecord, Stage};
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::channel::Channels;
 use crate::lease::Fence;
@@ -84,7 +85,7 @@ impl Seat {
     }
 
     pub fn lock(&self) -> MutexGuard<'_, SeatState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -123,7 +124,7 @@ impl Member {
     }
 
     pub(crate) fn own_record(&self) -> ServerRecord {
-        self.own.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.own.read().clone()
     }
 
     /// The record of a server whose lease lasts, as far as is known.
@@ -132,7 +133,7 @@ impl Member {
     }
 
     pub(crate) fn server_record(&self, number: u16) -> Option<ServerRecord> {
-        self.servers.read().unwrap_or_else(PoisonError::into_inner).get(&number).cloned()
+        self.servers.read().get(&number).cloned()
     }
 
     /// Handles an input, and all that follows from it.

@@ -10,8 +10,8 @@ use aquifer_cache::store::partition::Partition;
 use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
 use aquifer_fabric::{
-    Access, ClusterKey, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice,
-    Memory, RemoteAddr, Scope, Target, TargetError, Tenant, Verb, Work,
+    Access, Batch, ClusterKey, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory,
+    RemoteAddr, Scope, Target, TargetError, Tenant, Verb,
 };
 use aquifer_segments::ownership::Life;
 
@@ -137,7 +137,7 @@ pub struct RemoteMemory {
     endpoint: Box<dyn Endpoint>,
     local: LocalKey,
     remote: RemoteAddr,
-    completions: Vec<Completion>,
+    batch: Batch,
 }
 
 impl RemoteMemory {
@@ -172,40 +172,17 @@ impl RemoteMemory {
         let failed = |error: EndpointError| io::Error::other(error);
         let local = endpoint.register_local(memory).map_err(failed)?;
         let remote = RemoteAddr { addr, key: Key(remote_key) };
-        Ok(Self { endpoint, local, remote, completions: Vec::new() })
+        Ok(Self { endpoint, local, remote, batch: Batch::new() })
     }
 
     fn read_some(&mut self, pieces: &[Piece]) -> Option<()> {
-        let batch: Vec<Work> = pieces
-            .iter()
-            .map(|piece| Work {
-                id: 0,
-                verb: Verb::Read {
-                    local: LocalSlice { key: self.local, offset: piece.to, len: piece.len },
-                    remote: RemoteAddr { addr: self.remote.addr + piece.from, key: self.remote.key },
-                },
-                signalled: true,
-            })
-            .collect();
-        self.endpoint.post(&batch).ok()?;
-        let deadline = Instant::now() + PATIENCE;
-        let mut done = 0;
-        while done < batch.len() {
-            self.completions.clear();
-            self.endpoint.poll(&mut self.completions, batch.len());
-            if self.completions.iter().any(|completion| completion.outcome.is_err()) {
-                return None;
-            }
-            done += self.completions.len();
-            if self.completions.is_empty() {
-                let left = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-                self.endpoint.wait(left.min(Duration::from_millis(20)));
-                if self.endpoint.is_broken() {
-                    return None;
-                }
-            }
+        for piece in pieces {
+            let local = LocalSlice { key: self.local, offset: piece.to, len: piece.len };
+            let remote = RemoteAddr { addr: self.remote.addr + piece.from, key: self.remote.key };
+            self.batch.push(0, Verb::Read { local, remote });
         }
-        Some(())
+        self.batch.run(&mut *self.endpoint, Instant::now() + PATIENCE).ok()?;
+        self.batch.failures().is_empty().then_some(())
     }
 }
 

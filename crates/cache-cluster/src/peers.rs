@@ -3,11 +3,12 @@
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use aquifer_cache::server::WorkerHandle;
 use aquifer_cache::server::peers::{Connector, PeerSocket};
+use parking_lot::Mutex;
 
 use crate::channel::{Accepted, Channel, IDLE_TIME, accept, connect_for_requests};
 use crate::lease::Fence;
@@ -44,7 +45,7 @@ impl Connector for PeerConnector {
     fn connect(&self, server: u16, worker: Arc<WorkerHandle>) {
         let member = self.member.get().and_then(Weak::upgrade);
         let count = {
-            let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut count = self.count.lock();
             *count += 1;
             *count
         };

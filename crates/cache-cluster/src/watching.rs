@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -119,7 +118,7 @@ impl Watcher {
                 None => {}
             }
         }
-        *self.member.servers.write().unwrap_or_else(PoisonError::into_inner) = servers;
+        *self.member.servers.write() = servers;
         Ok(())
     }
 
@@ -138,7 +137,7 @@ impl Watcher {
         match key {
             CacheKey::Server(number) => {
                 let record = entry.as_ref().map(decode::<ServerRecord>).transpose()?;
-                let mut servers = self.member.servers.write().unwrap_or_else(PoisonError::into_inner);
+                let mut servers = self.member.servers.write();
                 match record {
                     Some(record) => servers.insert(number, record),
                     None => servers.remove(&number),
@@ -183,7 +182,7 @@ impl Watcher {
     /// Has the workers give up their links with servers that have ended.
     fn end_links(&mut self) {
         let lives: BTreeMap<u16, u64> = {
-            let servers = self.member.servers.read().unwrap_or_else(PoisonError::into_inner);
+            let servers = self.member.servers.read();
             servers.values().map(|server| (server.server, server.epoch)).collect()
         };
         for (server, epoch) in &self.lives {
@@ -203,7 +202,7 @@ impl Watcher {
             return Ok(());
         }
         let claimants = {
-            let servers = member.servers.read().unwrap_or_else(PoisonError::into_inner);
+            let servers = member.servers.read();
             placement::claimants(servers.values().map(|server| (server.server, server.drains)))
         };
         let mut claims = Vec::new();
@@ -304,7 +303,7 @@ impl Watcher {
         match joined {
             Ok((lease, Ok(record))) => {
                 let own = record.life();
-                *member.own.write().unwrap_or_else(PoisonError::into_inner) = record;
+                *member.own.write() = record;
                 for seat in &member.seats {
                     // What was accepted in this moment for the ended lease ends by itself.
                     loop {

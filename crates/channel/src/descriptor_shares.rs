@@ -8,8 +8,9 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustix::process::{Resource, geteuid, getrlimit};
 
 use crate::owners;
@@ -112,7 +113,7 @@ impl DescriptorShares {
         count: usize,
         reserved: usize,
     ) -> Result<DescriptorCharge, ShareExceeded> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let owner = state.owner(uid);
         let of_owner = state.of_owners.get(&owner).copied().unwrap_or_default() + count;
         if owner != self.own && of_owner > self.max.saturating_sub(state.charged + count) + reserved {
@@ -126,14 +127,10 @@ impl DescriptorShares {
     /// without. The caller must bound them.
     #[must_use]
     pub fn charge_always(self: &Arc<Self>, uid: u32, count: usize) -> DescriptorCharge {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let owner = state.owner(uid);
         state.add(uid, owner, count);
         DescriptorCharge { shares: Arc::clone(self), uid, owner, count }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, SharesState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -176,7 +173,7 @@ impl DescriptorCharge {
 
 impl Drop for DescriptorCharge {
     fn drop(&mut self) {
-        self.shares.lock().subtract(self.uid, self.owner, self.count);
+        self.shares.state.lock().subtract(self.uid, self.owner, self.count);
     }
 }
 
@@ -215,7 +212,7 @@ mod tests {
         charges[0].clear();
         assert_eq!(fill(&shares, 2).len(), 156, "of what is free, a user leaves as much as it has");
         charges.clear();
-        let state = shares.lock();
+        let state = shares.state.lock();
         assert!(state.charged == 0 && state.of_owners.is_empty() && state.users.is_empty());
     }
 

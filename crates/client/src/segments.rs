@@ -32,9 +32,11 @@ mod link;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 pub use aquifer_arena::calls::SegmentStatus;
 use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
@@ -325,7 +327,7 @@ impl<'a> Segment<'a> {
     /// # Errors
     /// If there is no such process, or it is not prepared.
     pub fn connect(&self, process: &str) -> Result<(), Error> {
-        if let Some(state) = &mut *self.sync.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(state) = &mut *self.sync.lock() {
             state.end_watch();
         }
         self.call(&Call::Connect { id: self.id, process: process.to_owned() })
@@ -346,7 +348,7 @@ impl<'a> Segment<'a> {
     /// The segment if it is still this process's, and why.
     pub fn transfer(mut self) -> Result<(), TransferFailure<'a>> {
         // A mapping that is watched over moves page by page.
-        self.sync.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        self.sync.get_mut().take();
         if let Err(error) = self.mapping.withdraw() {
             return Err(TransferFailure { segment: Some(self), error: error.into() });
         }

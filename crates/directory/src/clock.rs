@@ -1,9 +1,11 @@
 //! The clock of leases: milliseconds that never decrease.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 /// A source of time.
 pub trait Clock: Send + Sync + Debug {
@@ -68,28 +70,24 @@ impl RunningClock {
 
 impl RunningTime {
     fn tick_until_dropped(&self) {
-        let mut ticks = self.lock();
+        let mut ticks = self.ticks.lock();
         while !ticks.is_dropped {
-            ticks = self.is_dropped.wait_timeout(ticks, TICK).unwrap_or_else(PoisonError::into_inner).0;
+            self.is_dropped.wait_for(&mut ticks, TICK);
             ticks.tick(saturating_ms(self.start.elapsed()));
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Ticks> {
-        self.ticks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Clock for RunningClock {
     fn now_ms(&self) -> u64 {
-        let mut ticks = self.time.lock();
+        let mut ticks = self.time.ticks.lock();
         ticks.tick(saturating_ms(self.time.start.elapsed()))
     }
 }
 
 impl Drop for RunningClock {
     fn drop(&mut self) {
-        self.time.lock().is_dropped = true;
+        self.time.ticks.lock().is_dropped = true;
         self.time.is_dropped.notify_all();
     }
 }

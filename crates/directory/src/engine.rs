@@ -4,14 +4,15 @@
 //! watch wakes at the next deadline of a lease.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::clock::{Clock, saturating_ms};
 use crate::core::{Core, Cursor, Delta};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{DirectoryError, Watch};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Time until the end of a lease is tried again that could not be stored.
 const EXPIRY_RETRY_MS: u64 = 1000;
@@ -145,7 +146,7 @@ impl Engine {
 
     /// Locks the state, after ending the leases whose time is up. Also returns the time.
     fn lock_current(&self) -> (MutexGuard<'_, EngineState>, u64) {
-        let state = self.state.lock().expect("no thread panics while it holds the lock");
+        let state = self.state.lock();
         self.end_expired_leases(state)
     }
 
@@ -229,12 +230,7 @@ impl Watch for EngineWatch {
             let deadline_ms = state.core.next_deadline_ms().unwrap_or(u64::MAX).max(state.expires_again_ms);
             let until_deadline = Duration::from_millis(deadline_ms.saturating_sub(now_ms).max(1));
             let wait = remaining.min(until_deadline).min(Duration::from_secs(3600));
-            state = self
-                .engine
-                .changed
-                .wait_timeout(state, wait)
-                .expect("no thread panics while it holds the lock")
-                .0;
+            self.engine.changed.wait_for(&mut state, wait);
             (state, now_ms) = self.engine.end_expired_leases(state);
         }
     }

@@ -5,7 +5,7 @@
 //! No call blocks: a watch returns the events that exist.
 //! Time passes only by [`DirectoryWorld::advance`] and by the delays of [`SimDirectory::delay`].
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::{Clock, ManualClock, saturating_ms};
@@ -13,6 +13,7 @@ use crate::core::Core;
 use crate::engine::{Engine, EngineWatch, VolatileStore};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{Directory, DirectoryError, Watch};
+use parking_lot::Mutex;
 
 /// A simulated directory and its virtual time.
 #[derive(Clone, Debug)]
@@ -91,30 +92,26 @@ impl DirectoryWorld {
 impl SimDirectory {
     /// Delays each call from now on by a random virtual time of at most `longest`.
     pub fn delay(&self, longest: Duration) {
-        self.lock().delay_ms_max = saturating_ms(longest);
+        self.faults.lock().delay_ms_max = saturating_ms(longest);
     }
 
     /// Makes the `count`-th call from now fail; 1 is the next call.
     pub fn fail(&self, count: u32, fault: CallFault) {
-        self.lock().next = Some((count, fault));
+        self.faults.lock().next = Some((count, fault));
     }
 
     /// Disconnects this host from the directory, or reconnects it.
     ///
     /// While the host is disconnected, its calls fail and its watches report nothing.
     pub fn set_disconnected(&self, is_disconnected: bool) {
-        self.lock().is_disconnected = is_disconnected;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, FaultPlan> {
-        self.faults.lock().expect("no thread panics while it holds the lock")
+        self.faults.lock().is_disconnected = is_disconnected;
     }
 
     fn call<T>(
         &self,
         call: impl FnOnce(&Arc<Engine>) -> Result<T, DirectoryError>,
     ) -> Result<T, DirectoryError> {
-        let (fault, delay_ms) = self.lock().draw();
+        let (fault, delay_ms) = self.faults.lock().draw();
         self.world.advance(Duration::from_millis(delay_ms));
         if fault == Some(CallFault::Lost) {
             return Err(unavailable("the call was lost"));
@@ -196,7 +193,7 @@ struct SimWatch {
 impl Watch for SimWatch {
     /// Ignores `timeout`.
     fn next(&mut self, _timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError> {
-        if self.faults.lock().expect("no thread panics while it holds the lock").is_disconnected {
+        if self.faults.lock().is_disconnected {
             return Ok(None);
         }
         self.watch.next(Duration::ZERO)

@@ -29,4 +29,4 @@ mod serve;
 pub use book::InvalidBook;
 pub use mutation::Mutation;
 pub use pool::NodeConnector;
-pub use serve::{InheritError, InheritedSession, OpenSessionError, SessionKeeper, SessionService};
+pub use serve::{InheritError, InheritedSession, OpenSessionError, SessionService};

@@ -7,9 +7,9 @@ mod session_thread;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::descriptor_shares::{DescriptorCharge, DescriptorShares, ShareExceeded};
@@ -20,7 +20,9 @@ use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::ring::RING_VERSION;
 use aquifer_ipc::ring::{RING_BYTES, RingWords, SessionRing};
 use aquifer_ipc::{Frame, HeldItem, HeldKind};
+use aquifer_keeper::KeeperStore;
 use aquifer_report::{SessionStatistics, UserStatistics};
+use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 
 use crate::book::Book;
@@ -33,17 +35,6 @@ use session_thread::SessionThread;
 const SESSION_DESCRIPTORS: usize = 16;
 /// Time for which a stopping agent waits until sessions have freed their extents.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Passes the state of sessions to the keeper, which outlives the agent.
-pub trait SessionKeeper: Send + Sync + std::fmt::Debug {
-    /// Lets the keeper hold an item, and replace an item of the same kind and number.
-    ///
-    /// # Errors
-    /// If the keeper refuses a new item.
-    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused>;
-    /// Lets the keeper release an item.
-    fn release(&self, kind: HeldKind, id: u64);
-}
 
 /// Why no session was opened. The program that asked for it gets the text.
 #[derive(Debug, thiserror::Error)]
@@ -87,7 +78,7 @@ pub(crate) struct SessionRecord {
 #[derive(Debug)]
 pub struct SessionService {
     connector: Arc<dyn NodeConnector>,
-    keeper: Arc<dyn SessionKeeper>,
+    keeper: Arc<dyn KeeperStore>,
     descriptors: Arc<DescriptorShares>,
     /// Quota of each user; `None`: half of what the nodes lend.
     quota_bytes: Option<u64>,
@@ -151,7 +142,7 @@ impl SessionService {
     #[must_use]
     pub fn new(
         connector: Arc<dyn NodeConnector>,
-        keeper: Arc<dyn SessionKeeper>,
+        keeper: Arc<dyn KeeperStore>,
         descriptors: Arc<DescriptorShares>,
         quota_bytes: Option<u64>,
     ) -> Arc<Self> {
@@ -181,7 +172,7 @@ impl SessionService {
         self.connector.leak_detector().register_ledger(&book);
         let process = pidfd.ok_or(OpenSessionError::Process { pid })?;
         let socket = socket.try_clone()?;
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.lock();
         if sessions.is_stopping {
             return Err(OpenSessionError::Stopping);
         }
@@ -220,12 +211,12 @@ impl SessionService {
                 let ring = parts.ring.words().0.fd();
                 let _closed = try_send_frame(&shared.socket, &Frame::SessionOpened, &[ring]);
             }
-            self.lock().live.insert(id, Arc::clone(&shared));
+            self.sessions.lock().live.insert(id, Arc::clone(&shared));
             let (pid, book) = (shared.record.pid, Arc::clone(&parts.book));
             let descriptors = self.descriptors.charge_always(shared.record.tenant, SESSION_DESCRIPTORS);
             if let Err(error) = self.start(id, shared, parts, descriptors) {
                 tracing::error!(pid, %error, "cannot resume a session; the keeper holds it");
-                let mut sessions = self.lock();
+                let mut sessions = self.sessions.lock();
                 sessions.live.remove(&id);
                 sessions.unserved.push(book);
             }
@@ -261,13 +252,13 @@ impl SessionService {
 
     fn forget(&self, id: u64) {
         self.keeper.release(HeldKind::Session, id);
-        self.lock().live.remove(&id);
+        self.sessions.lock().live.remove(&id);
         self.session_ended.notify_all();
     }
 
     /// Ends all sessions for this reason, and waits until they have freed their extents.
     pub fn end(&self, reason: &str) {
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.lock();
         sessions.is_stopping = true;
         for shared in sessions.live.values() {
             shared.stop.store(true, Relaxed);
@@ -278,8 +269,7 @@ impl SessionService {
         let deadline = Instant::now() + END_TIMEOUT;
         while !sessions.live.is_empty() && Instant::now() < deadline {
             let left = deadline.saturating_duration_since(Instant::now());
-            let waited = self.session_ended.wait_timeout(sessions, left);
-            sessions = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.session_ended.wait_for(&mut sessions, left);
         }
         if !sessions.live.is_empty() {
             let sessions = sessions.live.len();
@@ -290,17 +280,13 @@ impl SessionService {
     /// Statistics of all sessions.
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionStatistics> {
-        self.lock().live.values().map(|shared| shared.report()).collect()
+        self.sessions.lock().live.values().map(|shared| shared.report()).collect()
     }
 
     /// Statistics of all users that have or had sessions.
     #[must_use]
     pub fn users(&self) -> Vec<UserStatistics> {
         self.accounts.all().iter().map(|account| account.report()).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, OpenSessions> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

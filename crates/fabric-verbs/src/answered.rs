@@ -1,9 +1,9 @@
 //! The answers to messages of one session, across all its connections.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::sessions::{self, Mailbox};
+use parking_lot::Mutex;
 
 /// The answers to the initiator's most recent messages, by message number.
 #[derive(Debug, Default)]
@@ -15,7 +15,7 @@ impl AnsweredMessages {
     /// Stores a message from the initiator. Returns whether the mailbox had room. A message that is
     /// sent again gets the same answer again.
     pub fn deliver(&self, mailbox: &Mailbox, number: u64, message: &[u8], depth: usize) -> bool {
-        let mut answers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut answers = self.0.lock();
         if let Some((_, had_room)) = answers.iter().find(|(known, _)| *known == number) {
             return *had_room;
         }

@@ -6,9 +6,9 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -20,17 +20,17 @@ use super::sys::device::Device;
 use super::sys::registration::{Registration as DeviceRegistration, RegistrationUse};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
+use aquifer_fabric::Registration;
 use aquifer_fabric::control::ControlMemory;
 use aquifer_fabric::inbox::Inbox;
-use aquifer_fabric::key_table::KeyTable;
 use aquifer_fabric::sessions::{PeerSessions, SessionLimits};
-use aquifer_fabric::tables::{Registration, TargetTables};
+use aquifer_fabric::tables::TargetTables;
 use aquifer_fabric::target::{
     Access, EndpointNumber, Host, Region, Scope, Sender as MessageSender, Target, TargetError, WindowSpec,
 };
-use aquifer_fabric::unit_map::UnitMap;
 use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::Key;
+use parking_lot::{Mutex, MutexGuard};
 
 /// A target that offers memory over RDMA devices.
 pub struct VerbsTarget {
@@ -99,7 +99,7 @@ impl VerbsTargetState {
 
 impl VerbsShared {
     pub fn lock(&self) -> MutexGuard<'_, VerbsTargetState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Executes a command on the thread and waits for it. Returns `None` if the thread has ended.
@@ -242,39 +242,20 @@ impl std::fmt::Debug for VerbsTarget {
 }
 
 impl Target for VerbsTarget {
-    fn register_with(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-        table: Option<KeyTable>,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
+    /// A device translates addresses by tables of its own: see [`VerbsTarget::register_movable`].
+    fn register_as(&self, new: Registration) -> Result<Region, TargetError> {
+        if new.map.is_some() {
+            let (what, provider) = ("translation tables", "the verbs provider");
+            return Err(TargetError::Unsupported { what, provider });
+        }
         let mut state = self.shared.lock();
-        let new = Registration { table, key, ..Registration::plain(Arc::clone(&memory), access, scope) };
+        let memory = Arc::clone(&new.memory);
         let (slot, region) = state.tables.register(&self.shared.control, new)?;
-        let whole = 0..memory.len();
-        let device = self.shared.device;
+        let (device, whole) = (self.shared.device, 0..memory.len());
         let made = DeviceRegistration::new(device, memory, whole, region.base, RegistrationUse::Windows)
             .map(LentRegion::Fixed);
         state.keep(slot, made)?;
         Ok(region)
-    }
-
-    /// A device translates addresses by tables of its own: see [`VerbsTarget::register_movable`].
-    fn register_movable(
-        &self,
-        _memory: Arc<Memory>,
-        _map: UnitMap,
-        _access: Access,
-        _scope: Scope,
-        _key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        Err(TargetError::Unsupported { what: "translation tables", provider: "the verbs provider" })
-    }
-
-    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
-        Self::remap(self, addr, from, len).map(|_| ())
     }
 
     fn deregister(&self, region: Key) -> Result<(), TargetError> {

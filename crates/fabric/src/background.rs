@@ -2,9 +2,10 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::wake::WakeFd;
+use parking_lot::Mutex;
 
 /// A task on a thread of its own, which produces one result.
 #[derive(Debug)]
@@ -25,7 +26,7 @@ impl<T: Send + 'static> BackgroundTask<T> {
         let task = Self { result: Arc::clone(&result), ready: Arc::clone(&ready) };
         std::thread::Builder::new().name(name.into()).spawn(move || {
             let outcome = work(&|| Arc::strong_count(&ready) > 1);
-            *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+            *result.lock() = Some(outcome);
             ready.wake();
         })?;
         Ok(task)
@@ -38,6 +39,6 @@ impl<T: Send + 'static> BackgroundTask<T> {
 
     /// Takes the result, once.
     pub fn poll_result(&self) -> Option<T> {
-        self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.result.lock().take()
     }
 }

@@ -1,11 +1,12 @@
 //! The messages of all initiators that a target has not taken, for providers over a network.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::target::Sender;
+use parking_lot::{Condvar, Mutex};
 
 /// The number of untaken messages of one session. It is changed under the inbox's lock.
 pub type UntakenCount = Arc<AtomicUsize>;
@@ -36,7 +37,7 @@ struct InboxMessage {
 impl Inbox {
     /// Stores a message of a session. Returns false if the session has `depth` untaken messages.
     pub fn deliver(&self, from: Sender, untaken: &UntakenCount, bytes: Vec<u8>, depth: usize) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if untaken.load(Ordering::Relaxed) >= depth {
             return false;
         }
@@ -51,7 +52,7 @@ impl Inbox {
 
     /// Takes the oldest message and appends it to `out`. Returns the sender.
     pub fn receive(&self, out: &mut Vec<u8>) -> Option<Sender> {
-        let InboxMessage { from, untaken, bytes } = self.lock().messages.pop_front()?;
+        let InboxMessage { from, untaken, bytes } = self.state.lock().messages.pop_front()?;
         untaken.fetch_sub(1, Ordering::Relaxed);
         out.extend_from_slice(&bytes);
         Some(from)
@@ -60,7 +61,7 @@ impl Inbox {
     /// Keeps the untaken messages of a session that has ended. If more than `ended_max` ended
     /// sessions have some, the messages of the oldest are dropped.
     pub fn end(&self, untaken: &UntakenCount, ended_max: usize) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let InboxState { messages, ended, .. } = &mut *state;
         if untaken.load(Ordering::Relaxed) == 0 {
             return;
@@ -80,22 +81,16 @@ impl Inbox {
     /// Waits until there is a message, for at most `timeout`.
     pub fn wait(&self, timeout: Duration) {
         let deadline = Instant::now().checked_add(timeout);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.waiting += 1;
         while state.messages.is_empty() {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            state = match left {
+            match left {
                 Some(Duration::ZERO) => break,
-                Some(left) => {
-                    self.arrived.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner),
-            };
+                Some(left) => drop(self.arrived.wait_for(&mut state, left)),
+                None => self.arrived.wait(&mut state),
+            }
         }
         state.waiting -= 1;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, InboxState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

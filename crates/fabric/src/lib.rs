@@ -13,6 +13,7 @@
 mod address;
 pub mod alias;
 pub mod background;
+pub mod batch;
 pub mod control;
 mod forward;
 #[cfg(test)]
@@ -27,6 +28,7 @@ pub mod memory;
 pub mod multiplex;
 mod mutation;
 pub mod reconnecting;
+mod registration;
 pub mod sessions;
 pub mod shm;
 pub mod sim;
@@ -39,11 +41,13 @@ pub mod work;
 
 pub use address::{FabricAddress, FabricAddressError, VerbsProvider, WITHOUT_VERBS};
 pub use alias::AliasMapping;
+pub use batch::{Batch, BatchError};
 pub use handshake::{Admission, ClusterKey, Ticket, TicketSecret, UnixClock};
 pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use mutation::Mutation;
+pub use registration::Registration;
 pub use rustix::event::PollFd;
 pub use target::{
     Access, EndpointNumber, Host, Identity, MessageHandler, Region, Scope, Sender, Target, TargetError,

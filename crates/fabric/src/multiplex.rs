@@ -13,9 +13,10 @@ mod table;
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::Memory;
@@ -104,7 +105,7 @@ impl Multiplexer {
     /// registered so many local memories that a user could get none.
     #[must_use]
     pub fn add_user(&self) -> Option<MultiplexedEndpoint> {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         let registered = state.table.local_memories() + self.0.limits.local_regions_max;
         let has_room = state.table.users() < self.0.users_max
             && registered <= self.0.limits.local_regions_max * self.0.users_max;
@@ -126,7 +127,7 @@ impl Multiplexer {
     /// The number of users, and of dropped users with operations in flight.
     #[must_use]
     pub fn users(&self) -> usize {
-        self.0.lock().table.users()
+        self.0.state.lock().table.users()
     }
 }
 
@@ -137,16 +138,12 @@ impl Drop for Multiplexer {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, MultiplexState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// One turn of the thread: polls the endpoint, and waits for it or for work.
     fn progress(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.collect(None);
         if state.table.in_flight() == 0 {
-            drop(self.begun.wait_timeout(state, IDLE_INTERVAL));
+            self.begun.wait_for(&mut state, IDLE_INTERVAL);
             return;
         }
         let ready = state.endpoint.poll_fd().and_then(|fd| fd.as_fd().try_clone_to_owned().ok());
@@ -182,7 +179,7 @@ pub struct MultiplexedEndpoint {
 
 impl Endpoint for MultiplexedEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        let mut guard = self.shared.lock();
+        let mut guard = self.shared.state.lock();
         let state = &mut *guard;
         let room = self.shared.limits.queue_depth.saturating_sub(state.table.pending(self.user));
         let accepted = batch.len().min(room);
@@ -205,7 +202,7 @@ impl Endpoint for MultiplexedEndpoint {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.collect(Some(self.user));
         let count = state.table.drain_done(self.user, out, max);
         // With the lock held, so that no wake-up is lost.
@@ -229,7 +226,7 @@ impl Endpoint for MultiplexedEndpoint {
         if self.wake.get().is_none() {
             let wake = WakeFd::new().ok()?;
             // With the lock held, so that no completion comes in between.
-            let state = self.shared.lock();
+            let state = self.shared.state.lock();
             if state.table.has_done(self.user) {
                 wake.wake();
             }
@@ -243,7 +240,7 @@ impl Endpoint for MultiplexedEndpoint {
         if self.local_memories >= limit {
             return Err(EndpointError::TooManyLocal { limit });
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let key = state.endpoint.register_local(memory)?;
         state.table.count_local_memory();
         self.local_memories += 1;
@@ -263,22 +260,22 @@ impl Endpoint for MultiplexedEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        self.shared.lock().endpoint.is_broken()
+        self.shared.state.lock().endpoint.is_broken()
     }
 
     fn is_away(&self) -> bool {
-        self.shared.lock().endpoint.is_away()
+        self.shared.state.lock().endpoint.is_away()
     }
 
     /// The work of the other users ends, too.
     fn give_up(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.endpoint.give_up();
         state.collect(Some(self.user));
     }
 
     fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         let unfinished = state.table.in_flight_of(self.user);
         let drain = state.endpoint.drain_handle();
         (!unfinished.is_empty()).then(|| {
@@ -290,7 +287,7 @@ impl Endpoint for MultiplexedEndpoint {
 
 impl Drop for MultiplexedEndpoint {
     fn drop(&mut self) {
-        self.shared.lock().table.remove_user(self.user);
+        self.shared.state.lock().table.remove_user(self.user);
         self.shared.begun.notify_all();
     }
 }

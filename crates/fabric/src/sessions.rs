@@ -3,8 +3,8 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::handshake::RefusalReason;
 use crate::handshake::hello::{SessionId, new_session_id};
@@ -12,6 +12,7 @@ use crate::inbox::{Inbox, UntakenCount};
 use crate::limits::Limits;
 use crate::tables::TargetTables;
 use crate::target::{EndpointNumber, Host, Identity, Sender, Tenant};
+use parking_lot::Mutex;
 
 /// The messages of one session, in both directions.
 #[derive(Debug)]
@@ -46,7 +47,7 @@ impl Mailbox {
 
     /// Queues a message to the initiator. Returns false if there is no room.
     pub fn post(&self, message: &[u8], depth: usize) -> bool {
-        let mut outbox = lock(&self.outbox);
+        let mut outbox = self.outbox.lock();
         let has_room = outbox.untaken.len() < depth;
         if has_room {
             outbox.untaken.push_back(message.to_vec());
@@ -57,7 +58,7 @@ impl Mailbox {
     /// Records that the initiator has taken `count` more messages. Returns false if there were not
     /// so many.
     pub fn credit(&self, count: u64) -> bool {
-        let mut outbox = lock(&self.outbox);
+        let mut outbox = self.outbox.lock();
         let taken = outbox.taken.saturating_add(count);
         outbox.set_taken(taken)
     }
@@ -65,13 +66,13 @@ impl Mailbox {
     /// Records that the initiator has taken `taken` messages in total. Returns false if that is
     /// impossible.
     pub fn credit_through(&self, taken: u64) -> bool {
-        lock(&self.outbox).set_taken(taken)
+        self.outbox.lock().set_taken(taken)
     }
 
     /// Resumes after a broken connection: `received` messages have arrived at the initiator, and it
     /// has taken `taken` of them. Returns false if that is impossible.
     pub fn resume(&self, received: u64, taken: u64) -> bool {
-        let mut outbox = lock(&self.outbox);
+        let mut outbox = self.outbox.lock();
         let is_possible = taken <= received && received <= outbox.sent && outbox.set_taken(taken);
         if is_possible {
             outbox.sent = received;
@@ -81,7 +82,7 @@ impl Mailbox {
 
     /// Passes the next unsent message and its number to `send`. Returns false if there is none.
     pub fn send_next(&self, send: impl FnOnce(u64, &[u8])) -> bool {
-        let mut outbox = lock(&self.outbox);
+        let mut outbox = self.outbox.lock();
         let at = usize::try_from(outbox.sent - outbox.taken).expect("bounded by the receive depth");
         let Some(message) = outbox.untaken.get(at) else { return false };
         send(outbox.sent, message);
@@ -291,10 +292,6 @@ fn post<P>(peer: &PeerSession<P>, message: &[u8], limits: &Limits, tables: &Targ
     message.len() <= limits.message_bytes_max as usize
         && !tables.is_fenced(peer.who)
         && peer.mailbox.post(message, limits.receive_depth)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

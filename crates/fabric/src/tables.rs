@@ -2,80 +2,16 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::sync::Arc;
 
-use crate::Memory;
 use crate::control::ControlMemory;
 use crate::handshake::RefusalReason;
-use crate::key_table::{KeyTable, PlacedTable};
+use crate::key_table::PlacedTable;
 use crate::keys::{AddressSpace, KeyGrant, KeySlots, admits, split};
 use crate::limits::ANNOUNCED_MAX;
-use crate::memory::u64_from;
-use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
-use crate::unit_map::{RegionMemory, UnitMap};
+use crate::registration::Registration;
+use crate::target::{Host, Identity, Region, Scope, TargetError, WindowSpec};
+use crate::unit_map::RegionMemory;
 use crate::work::Key;
-
-/// What an owner registers.
-#[derive(Debug)]
-pub struct Registration {
-    /// The memory.
-    pub memory: Arc<Memory>,
-    /// The translation table of a movable region.
-    pub map: Option<UnitMap>,
-    /// Rights of the region's own key.
-    pub access: Access,
-    /// Endpoints that may use the region's own key.
-    pub scope: Scope,
-    /// The key table, if the region has one. A movable region has none.
-    pub table: Option<KeyTable>,
-    /// The key that the region had at an earlier target.
-    pub key: Option<Key>,
-}
-
-impl Registration {
-    /// Memory without key table and translation.
-    pub fn plain(memory: Arc<Memory>, access: Access, scope: Scope) -> Self {
-        Self { memory, map: None, access, scope, table: None, key: None }
-    }
-
-    /// Checks the registration, and returns the number of addresses.
-    pub(crate) fn check(&self) -> Result<u64, TargetError> {
-        let is_changed = self.access.write || self.access.atomic || self.table.is_some();
-        if is_changed && !self.memory.is_writable() {
-            return Err(TargetError::ReadOnly);
-        }
-        let len = match &self.map {
-            Some(map) => map.check()?,
-            None => u64_from(self.memory.len()),
-        };
-        if let Some(table) = &self.table {
-            PlacedTable::at(0, 0, table).check(len)?;
-        }
-        Ok(len)
-    }
-
-    /// Places the region, which has `len` addresses, and describes it and its own key. The key of a
-    /// region with a key table opens only the part before the table's data.
-    pub(crate) fn place(
-        &self,
-        len: u64,
-        keys: &mut KeySlots,
-        space: &mut AddressSpace,
-    ) -> Result<(usize, Region, KeyGrant), TargetError> {
-        let (slot, key) = keys.allocate_region(self.key)?;
-        let range = match &self.map {
-            Some(_) => space.place_movable(slot, len),
-            None => space.place(slot, len).ok_or_else(|| {
-                keys.release_region(slot);
-                TargetError::Full { what: "addresses", limit: usize::MAX }
-            })?,
-        };
-        let opened = self.table.as_ref().map_or(len, |table| table.data.start);
-        let Self { access, scope, .. } = *self;
-        let grant = KeyGrant { base: range.start, len: opened, access, scope, region: slot };
-        Ok((slot, Region { base: range.start, len, key }, grant))
-    }
-}
 
 /// A registered region.
 #[derive(Debug)]
@@ -221,16 +157,6 @@ impl TargetTables {
     /// The slot and the first address of the region that contains a range.
     pub fn region_of(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
         self.space.find(addr, len)
-    }
-
-    /// Implements [`crate::Target::remap`].
-    pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
-        let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
-        let Some((slot, base)) = self.space.find(addr, len) else { return Err(out_of_range) };
-        match self.regions.get(&slot).map(|registered| &registered.memory) {
-            Some(RegionMemory { memory, map: Some(map) }) => map.remap(memory, addr - base, from, len),
-            _ => Err(out_of_range),
-        }
     }
 
     /// Binds a window.

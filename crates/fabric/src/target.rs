@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Memory;
-use crate::key_table::KeyTable;
-use crate::unit_map::UnitMap;
+use crate::registration::Registration;
 use crate::work::Key;
 
 /// The number of a host of the cluster, 1..=4095: the pool's logs have 12 bits for it. Zero is not
@@ -147,16 +146,6 @@ pub enum TargetError {
         /// The length of a unit.
         unit_bytes: u64,
     },
-    /// A range that is to be remapped does not consist of whole units.
-    #[error("{len} bytes from {from:#x} are not whole units of {unit_bytes} bytes at multiples of 4096")]
-    NotUnits {
-        /// Offset in the memory.
-        from: u64,
-        /// Length in bytes.
-        len: u64,
-        /// The length of a unit.
-        unit_bytes: u64,
-    },
     /// Memory that was mapped read-only cannot be registered for writing.
     #[error("the memory was mapped read-only: it can be registered for READ only")]
     ReadOnly,
@@ -197,64 +186,20 @@ pub struct TenantCounters {
 /// order: what the second finds is not older than what the first finds. The bytes of one READ are
 /// read in any order.
 pub trait Target: Send + Sync + std::fmt::Debug {
-    /// Registers memory. Endpoints that connect later learn of the [`Region`]. `scope` says which
-    /// endpoints may use the region's own key.
+    /// Registers memory as it is. See [`Self::register_as`].
     ///
     /// # Errors
     /// At the limit of regions.
     fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
-        self.register_with(memory, access, scope, None, None)
+        self.register_as(Registration::plain(memory, access, scope))
     }
 
-    /// Registers memory, optionally with a key table and under a given key.
-    ///
-    /// With a `table`, the region's own key opens only the part before the table's data. `key` is
-    /// for memory that an earlier target served, and that keeps its key. To keep its address as
-    /// well, all memory of that target must be registered again in the same order.
+    /// Registers memory. Endpoints that connect later learn of the [`Region`].
     ///
     /// # Errors
-    /// At the limit of regions; if the table does not fit the region; if the key is in use or is
-    /// none of a region.
-    fn register_with(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-        table: Option<KeyTable>,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError>;
-
-    /// Registers a movable region: its `map` says where in the memory the bytes of each unit of its
-    /// addresses are. The region has as many addresses as the map, however large the memory is.
-    ///
-    /// An access is translated unit by unit. It loads the word of each unit once, and fails with
-    /// [`crate::WorkError::RemoteAccess`] at a unit that is not there or not inside the memory. A
-    /// WRITE that fails so may have written the units before. A word applies to every access that
-    /// begins after it was stored; [`Self::expel`] waits for those that began before.
-    ///
-    /// A region that is registered again under its earlier `key` has the same addresses. The order
-    /// of registrations does not matter.
-    ///
-    /// # Errors
-    /// At the limit of regions; if the map does not fit; if the key is in use or is none of a
-    /// region; if the provider has no translation.
-    fn register_movable(
-        &self,
-        memory: Arc<Memory>,
-        map: UnitMap,
-        access: Access,
-        scope: Scope,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError>;
-
-    /// Moves the addresses from `addr` of a movable region to the `len` bytes at `from` of its
-    /// memory, by one store for each unit. `addr` and `len` are whole units, and `from` is a
-    /// multiple of 4096.
-    ///
-    /// # Errors
-    /// If the addresses are not inside one movable region, or the bytes are not inside its memory;
-    /// if a number is not a multiple as required. Nothing has changed then.
-    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError>;
+    /// At the limit of regions; if the key table or the map does not fit; if the key is in use or
+    /// is none of a region; if the provider has no translation.
+    fn register_as(&self, new: Registration) -> Result<Region, TargetError>;
 
     /// Removes a region: invalidates its key, all windows in it and the keys of its key table. When
     /// this returns, no access to the region is in flight, none will begin, and the target does not

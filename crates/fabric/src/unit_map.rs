@@ -3,9 +3,9 @@
 //!
 //! A table is memory of its owner, so it can outlive the owner's process. It has a word of 8 bytes,
 //! little-endian, for each unit. Word 0 says that nothing is there. Any other word is the offset of
-//! the unit's bytes in the memory, divided by 4096, plus 1. The owner may store words at any time,
-//! by [`crate::Target::remap`] or by itself. An access that begins later uses the new word;
-//! [`crate::Target::expel`] waits for the accesses that began before.
+//! the unit's bytes in the memory, divided by 4096, plus 1. The owner may store words at any time.
+//! An access that begins later uses the new word; [`crate::Target::expel`] waits for the accesses
+//! that began before.
 //!
 //! A wrong word is an error of the access, never a fault: the bytes that it names are checked
 //! against the memory. The last bytes of a unit need not be there, if no access asks for them.
@@ -97,23 +97,6 @@ impl UnitMap {
     pub fn store(&self, unit: u64, offset: Option<u64>) {
         let word = offset.map_or(0, encode);
         self.words.atomic_u64(self.word_at(unit)).store(word, Ordering::Release);
-    }
-
-    /// Implements [`crate::Target::remap`] for the addresses from `at`, relative to the region.
-    pub(crate) fn remap(&self, memory: &Memory, at: u64, from: u64, len: u64) -> Result<(), TargetError> {
-        let not_units = TargetError::NotUnits { from, len, unit_bytes: self.unit_bytes };
-        let is_whole = [at, len].iter().all(|number| number.is_multiple_of(self.unit_bytes));
-        if !is_whole || !from.is_multiple_of(OFFSET_BYTES) {
-            return Err(not_units);
-        }
-        if memory.offset(from, len).is_none() {
-            return Err(TargetError::OutOfRange { start: from, end: from.saturating_add(len) });
-        }
-        let first = at / self.unit_bytes;
-        for unit in 0..len / self.unit_bytes {
-            self.store(first + unit, Some(from + unit * self.unit_bytes));
-        }
-        Ok(())
     }
 
     fn word_at(&self, unit: u64) -> usize {

@@ -10,8 +10,8 @@ use aquifer_fabric::handshake::Refusal;
 use aquifer_fabric::shm::handshake::{self, HandshakeError, RegionRequest, ShmRegion, ShmReply, ShmWelcome};
 use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::{
-    Access, EndpointError, Host, Identity, Key, Memory, Region, RemoteAddr, Scope, Target, TargetError,
-    Tenant, UnitMap, Verb, WindowSpec, Work,
+    Access, EndpointError, Host, Identity, Key, Memory, Region, Registration, RemoteAddr, Scope, Target,
+    TargetError, Tenant, UnitMap, Verb, WindowSpec, Work,
 };
 use proptest::prelude::*;
 use rustix::net::{
@@ -358,7 +358,8 @@ fn a_peer_cannot_map_for_writing_what_it_may_only_read() {
     let map = UnitMap { words, at: 0, units: 1, unit_bytes: 4096 };
     let all = Arc::clone(&memory);
     let region = target.register(all, Access::READ, Scope::Anyone).unwrap();
-    let movable = target.register_movable(memory, map, Access::ALL, Scope::Anyone, None).unwrap();
+    let plain = Registration::plain(memory, Access::ALL, Scope::Anyone);
+    let movable = target.register_as(Registration { map: Some(map), ..plain }).unwrap();
     let range = region.base..region.base + 64;
     let writes = WindowSpec { range, access: Access::READ_WRITE, scope: Scope::Anyone };
     let writes = target.bind(&writes).unwrap();

@@ -1,45 +1,17 @@
 //! Which pages of a program are present, and which it shares, by `/proc/PID/pagemap`.
 //!
-//! `PAGEMAP_SCAN` skips holes without a look at each page. Debian's headers do not define it.
+//! `PAGEMAP_SCAN` skips holes without a look at each page.
 
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
+use aquifer_uffd::{PAGE_IS_FILE, PAGE_IS_PRESENT, PAGEMAP_SCAN, page_region, pm_scan_arg};
 
-const PAGEMAP_SCAN: u64 = 0xc060_6610;
-const IS_FILE: u64 = 1 << 2;
-const IS_PRESENT: u64 = 1 << 3;
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Most regions that one call reports.
 const REGIONS_MAX: usize = 512;
-
-#[repr(C)]
-/// The kernel's `struct page_region`.
-#[derive(Clone, Copy)]
-struct PageRegion {
-    start: u64,
-    end: u64,
-    categories: u64,
-}
-
-#[repr(C)]
-/// The kernel's `struct pm_scan_arg`.
-struct ScanArgument {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    regions: u64,
-    regions_len: u64,
-    pages_max: u64,
-    inverted: u64,
-    wanted: u64,
-    any_of: u64,
-    reported: u64,
-}
 
 /// Calls `report` with each range of consecutive present private pages in `range`, in ascending
 /// order.
@@ -54,22 +26,22 @@ pub fn present(
     max: u64,
     mut report: impl FnMut(Range<PageNumber>),
 ) -> io::Result<PageNumber> {
-    let mut regions = [PageRegion { start: 0, end: 0, categories: 0 }; REGIONS_MAX];
+    let mut regions = [page_region { start: 0, end: 0, categories: 0 }; REGIONS_MAX];
     let (mut at, mut left) = (range.start, max);
     while at < range.end && left > 0 {
-        let mut argument = ScanArgument {
-            size: size_of::<ScanArgument>() as u64,
+        let mut argument = pm_scan_arg {
+            size: size_of::<pm_scan_arg>() as u64,
             flags: 0,
             start: at * PAGE,
             end: range.end * PAGE,
             walk_end: 0,
-            regions: regions.as_mut_ptr() as u64,
-            regions_len: REGIONS_MAX as u64,
-            pages_max: left,
-            inverted: IS_FILE,
-            wanted: IS_PRESENT | IS_FILE,
-            any_of: 0,
-            reported: IS_PRESENT,
+            vec: regions.as_mut_ptr() as u64,
+            vec_len: REGIONS_MAX as u64,
+            max_pages: left,
+            category_inverted: PAGE_IS_FILE,
+            category_mask: PAGE_IS_PRESENT | PAGE_IS_FILE,
+            category_anyof_mask: 0,
+            return_mask: PAGE_IS_PRESENT,
         };
         // SAFETY: the argument has the layout that this request reads and writes, and names memory
         // for as many regions as it says.

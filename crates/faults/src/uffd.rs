@@ -5,29 +5,21 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
-
+use aquifer_uffd::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 
 use crate::kernel::{FillOutcome, FillStop, PageFault, UffdMessage};
 
-const UFFDIO_API: u64 = 0xc018_aa3f;
-const API: u64 = 0xaa;
 /// Write protection, the events fork, remap, remove and unmap, thread ids, poison, move.
-const FEATURES: u64 = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 8 | 1 << 14 | 1 << 16;
-const UFFDIO_REGISTER: u64 = 0xc020_aa00;
-const UFFDIO_UNREGISTER: u64 = 0x8010_aa01;
-const UFFDIO_WAKE: u64 = 0x8010_aa02;
-const UFFDIO_COPY: u64 = 0xc028_aa03;
-const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
-const UFFDIO_WRITEPROTECT: u64 = 0xc018_aa06;
-const UFFDIO_POISON: u64 = 0xc020_aa08;
-const REGISTER_MODE_MISSING: u64 = 1;
-const REGISTER_MODE_PROTECTED: u64 = 2;
-const PROTECT: u64 = 1;
-const DO_NOT_WAKE: u64 = 2;
-const FLAG_WRITE: u64 = 1;
-const FLAG_PROTECTED: u64 = 2;
+const FEATURES: u64 = UFFD_FEATURE_PAGEFAULT_FLAG_WP
+    | UFFD_FEATURE_EVENT_FORK
+    | UFFD_FEATURE_EVENT_REMAP
+    | UFFD_FEATURE_EVENT_REMOVE
+    | UFFD_FEATURE_EVENT_UNMAP
+    | UFFD_FEATURE_THREAD_ID
+    | UFFD_FEATURE_POISON
+    | UFFD_FEATURE_MOVE;
 
 const EVENT_PAGEFAULT: u8 = 0x12;
 const EVENT_FORK: u8 = 0x13;
@@ -42,49 +34,6 @@ const MESSAGES_MAX: usize = 16;
 /// Range of the addresses of programs.
 const USER_START: u64 = 1 << 16;
 const USER_END: u64 = (1 << 47) - 4096;
-
-#[repr(C)]
-struct ApiArgument {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct UffdRange {
-    start: u64,
-    len: u64,
-}
-
-#[repr(C)]
-struct RegisterArgument {
-    range: UffdRange,
-    mode: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct CopyArgument {
-    dst: u64,
-    src: u64,
-    len: u64,
-    mode: u64,
-    copied: i64,
-}
-
-/// Argument of both `UFFDIO_ZEROPAGE` and `UFFDIO_POISON`.
-#[repr(C)]
-struct FillArgument {
-    range: UffdRange,
-    mode: u64,
-    filled: i64,
-}
-
-#[repr(C)]
-struct ProtectArgument {
-    range: UffdRange,
-    mode: u64,
-}
 
 /// The userfaultfd of one program; clones share the descriptor.
 #[derive(Clone, Debug)]
@@ -143,7 +92,7 @@ impl Userfaultfd {
         if !fds[0].revents().contains(PollFlags::ERR) {
             return Ok(());
         }
-        let mut argument = ApiArgument { api: API, features: FEATURES, ioctls: 0 };
+        let mut argument = uffdio_api { api: UFFD_API, features: FEATURES, ioctls: 0 };
         self.request(UFFDIO_API, &raw mut argument)
     }
 
@@ -187,9 +136,9 @@ impl Userfaultfd {
     /// # Errors
     /// If nothing is mapped there, or the memory cannot be registered.
     pub fn register(&self, start: PageNumber, end: PageNumber) -> io::Result<()> {
-        let mut argument = RegisterArgument {
+        let mut argument = uffdio_register {
             range: range(start, end),
-            mode: REGISTER_MODE_MISSING | REGISTER_MODE_PROTECTED,
+            mode: UFFDIO_REGISTER_MODE_MISSING | UFFDIO_REGISTER_MODE_WP,
             ioctls: 0,
         };
         self.request(UFFDIO_REGISTER, &raw mut argument)
@@ -218,15 +167,15 @@ impl Userfaultfd {
     /// # Safety
     /// `pages` pages at `source` must be readable.
     pub unsafe fn copy(&self, page: PageNumber, source: *const u8, pages: usize) -> FillOutcome {
-        let mut argument = CopyArgument {
+        let mut argument = uffdio_copy {
             dst: address(page),
             src: source as u64,
             len: (pages * PAGE_BYTES) as u64,
             mode: 0,
-            copied: 0,
+            copy: 0,
         };
         let result = self.request(UFFDIO_COPY, &raw mut argument);
-        outcome(result, argument.copied, pages)
+        outcome(result, argument.copy, pages)
     }
 
     /// Fills a missing page.
@@ -237,16 +186,16 @@ impl Userfaultfd {
 
     /// Maps the shared zero page at missing pages.
     pub fn zero(&self, page: PageNumber, pages: usize) -> FillOutcome {
-        let mut argument = FillArgument { range: range(page, page + pages as u64), mode: 0, filled: 0 };
+        let mut argument = uffdio_zeropage { range: range(page, page + pages as u64), mode: 0, zeropage: 0 };
         let result = self.request(UFFDIO_ZEROPAGE, &raw mut argument);
-        outcome(result, argument.filled, pages)
+        outcome(result, argument.zeropage, pages)
     }
 
     /// Poisons a missing page: each access to it raises SIGBUS.
     pub fn poison(&self, page: PageNumber) -> FillOutcome {
-        let mut argument = FillArgument { range: range(page, page + 1), mode: 0, filled: 0 };
+        let mut argument = uffdio_poison { range: range(page, page + 1), mode: 0, updated: 0 };
         let result = self.request(UFFDIO_POISON, &raw mut argument);
-        outcome(result, argument.filled, 1)
+        outcome(result, argument.updated, 1)
     }
 
     /// Whether a page is in a registered area; `None` while an event is unread. Removes the write
@@ -255,7 +204,8 @@ impl Userfaultfd {
     /// A request that fills pages would answer as well, but it also keeps the area from being
     /// merged with its neighbours.
     pub(crate) fn is_registered(&self, page: PageNumber) -> Option<bool> {
-        let mut argument = ProtectArgument { range: range(page, page + 1), mode: DO_NOT_WAKE };
+        let mut argument =
+            uffdio_writeprotect { range: range(page, page + 1), mode: UFFDIO_WRITEPROTECT_MODE_DONTWAKE };
         match self.request(UFFDIO_WRITEPROTECT, &raw mut argument) {
             Ok(()) => Some(true),
             Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => None,
@@ -266,14 +216,15 @@ impl Userfaultfd {
     /// Whether the memory exists, by a request that changes nothing but the write protection of a
     /// page.
     pub(crate) fn is_alive(&self, page: PageNumber) -> bool {
-        let mut argument = ProtectArgument { range: range(page, page + 1), mode: DO_NOT_WAKE };
+        let mut argument =
+            uffdio_writeprotect { range: range(page, page + 1), mode: UFFDIO_WRITEPROTECT_MODE_DONTWAKE };
         let result = self.request(UFFDIO_WRITEPROTECT, &raw mut argument);
         !result.is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
     }
 
     /// Removes write protection and wakes the threads that wait for it.
     pub fn unprotect(&self, page: PageNumber, pages: usize) -> FillOutcome {
-        let mut argument = ProtectArgument { range: range(page, page + pages as u64), mode: 0 };
+        let mut argument = uffdio_writeprotect { range: range(page, page + pages as u64), mode: 0 };
         outcome(self.request(UFFDIO_WRITEPROTECT, &raw mut argument), 0, pages)
     }
 
@@ -287,7 +238,7 @@ impl Userfaultfd {
 
     /// Wakes all threads that wait for any page, so that they fault again.
     pub fn wake_all(&self) {
-        let mut argument = UffdRange { start: USER_START, len: USER_END - USER_START };
+        let mut argument = uffdio_range { start: USER_START, len: USER_END - USER_START };
         if let Err(error) = self.request(UFFDIO_WAKE, &raw mut argument) {
             tracing::warn!(%error, "cannot wake the threads that wait for pages");
         }
@@ -303,7 +254,7 @@ impl Userfaultfd {
 /// # Errors
 /// `EAGAIN` while an event is unread; others if the range is not registered.
 pub fn protect(uffd: BorrowedFd<'_>, start: PageNumber, end: PageNumber) -> io::Result<()> {
-    let mut argument = ProtectArgument { range: range(start, end), mode: PROTECT };
+    let mut argument = uffdio_writeprotect { range: range(start, end), mode: UFFDIO_WRITEPROTECT_MODE_WP };
     ioctl(uffd, UFFDIO_WRITEPROTECT, &raw mut argument)
 }
 
@@ -318,8 +269,8 @@ fn address(page: PageNumber) -> u64 {
     page * PAGE_BYTES as u64
 }
 
-fn range(start: PageNumber, end: PageNumber) -> UffdRange {
-    UffdRange { start: address(start), len: (end - start) * PAGE_BYTES as u64 }
+fn range(start: PageNumber, end: PageNumber) -> uffdio_range {
+    uffdio_range { start: address(start), len: (end - start) * PAGE_BYTES as u64 }
 }
 
 fn outcome(result: io::Result<()>, done: i64, pages: usize) -> FillOutcome {
@@ -357,8 +308,8 @@ pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<UffdMessage<RawFd>> {
     Some(match bytes[0] {
         EVENT_PAGEFAULT => UffdMessage::Fault(PageFault {
             page: page(16),
-            is_write: word(8) & FLAG_WRITE != 0,
-            is_protected: word(8) & FLAG_PROTECTED != 0,
+            is_write: word(8) & UFFD_PAGEFAULT_FLAG_WRITE != 0,
+            is_protected: word(8) & UFFD_PAGEFAULT_FLAG_WP != 0,
             thread: u32::from_ne_bytes(bytes[24..28].try_into().expect("4 bytes")),
         }),
         EVENT_FORK => UffdMessage::Fork(RawFd::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"))),
@@ -378,7 +329,8 @@ pub fn to_bytes(message: &UffdMessage<RawFd>) -> [u8; MESSAGE_BYTES] {
     let address = |page: PageNumber| page * PAGE_BYTES as u64;
     let (kind, words) = match *message {
         UffdMessage::Fault(PageFault { page, is_write, is_protected, thread }) => {
-            let flags = if is_write { FLAG_WRITE } else { 0 } | if is_protected { FLAG_PROTECTED } else { 0 };
+            let flags = if is_write { UFFD_PAGEFAULT_FLAG_WRITE } else { 0 }
+                | if is_protected { UFFD_PAGEFAULT_FLAG_WP } else { 0 };
             (EVENT_PAGEFAULT, [flags, address(page), thread.into()])
         }
         // The descriptor has 4 bytes.

@@ -3,13 +3,13 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HoldSpans};
 use aquifer_objects::service::FrameSource;
+use parking_lot::Mutex;
 
 /// Frames of a span.
 const SPAN_FRAMES: u32 = 32;
@@ -45,7 +45,7 @@ impl NodeSpans {
 
     /// Why the node gives no memory to heaps, if it has said so.
     pub fn refusal(&self) -> Option<String> {
-        self.lock().refusal.clone()
+        self.link.lock().refusal.clone()
     }
 
     fn ask(&self, link: &mut Link, spans: u32) -> io::Result<Frame> {
@@ -64,15 +64,11 @@ impl NodeSpans {
         link.socket = Some(socket);
         Ok(frame)
     }
-
-    fn lock(&self) -> MutexGuard<'_, Link> {
-        self.link.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl FrameSource for NodeSpans {
     fn hold(&self, frames: u32) -> Option<u32> {
-        let mut link = self.lock();
+        let mut link = self.link.lock();
         let spans = frames.div_ceil(SPAN_FRAMES);
         let answer = self.ask(&mut link, spans);
         link.is_held = matches!(answer, Ok(Frame::SpansHeld(held)) if held >= spans);
@@ -86,7 +82,7 @@ impl FrameSource for NodeSpans {
     }
 
     fn is_held(&self) -> bool {
-        let mut link = self.lock();
+        let mut link = self.link.lock();
         // The node sends nothing by itself: what is readable is the end of the connection.
         let has_ended =
             |socket: &OwnedFd| wait_readable(&[socket], Duration::ZERO).is_ok_and(|is_readable| is_readable);

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -17,6 +17,7 @@ use aquifer_channel::{receive_frame, send_frame};
 use aquifer_fabric::Tenant;
 use aquifer_ipc::Frame;
 use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX};
+use parking_lot::Mutex;
 use rustix::net::{SendFlags, send};
 
 /// Programs of one user at once.
@@ -151,7 +152,7 @@ impl Programs {
     }
 
     fn count_in(&self, uid: u32) -> bool {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counts = self.counts.lock();
         let count = counts.entry(uid).or_default();
         let has_room = *count < PROGRAMS_PER_TENANT_MAX;
         *count += usize::from(has_room);
@@ -159,7 +160,7 @@ impl Programs {
     }
 
     fn count_out(&self, uid: u32) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counts = self.counts.lock();
         if let Some(count) = counts.get_mut(&uid) {
             *count -= 1;
             if *count == 0 {

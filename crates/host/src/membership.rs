@@ -2,8 +2,8 @@
 //! nodes.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use aquifer_channel::boot_time::BootInstant;
 use aquifer_directory::names::{self, AgentRecord};
 use aquifer_directory::{Directory, DirectoryError, DirectoryRetries, FailureLog, Lease};
 use aquifer_fabric::Host;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::mutation::Mutation;
 use crate::node_updates::NodeUpdates;
@@ -54,7 +55,7 @@ impl LeaseEvents {
     }
 
     fn renewed(&self) -> MutexGuard<'_, BootInstant> {
-        self.renewed.lock().unwrap_or_else(PoisonError::into_inner)
+        self.renewed.lock()
     }
 
     /// Whether the lease lasts for sure: it was renewed within its lifetime.

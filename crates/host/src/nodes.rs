@@ -9,9 +9,7 @@ mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
-};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::descriptor_shares::DescriptorShares;
@@ -23,6 +21,7 @@ use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub use connect::ConnectFailure;
 pub use fenced::AfterFence;
@@ -268,7 +267,7 @@ impl NodeRegistry {
     /// Why registered nodes could not be connected to at the last attempt; `None` if all could.
     #[must_use]
     pub fn connection_failure(&self) -> Option<String> {
-        let failures = lock(&self.failures);
+        let failures = self.failures.lock();
         let failed = self.list().into_iter().find_map(|node| Some((node, failures.get(&node)?)));
         failed.map(|(node, reason)| format!("memory node {}: {reason}", node.0))
     }
@@ -277,7 +276,7 @@ impl NodeRegistry {
     /// if there was no attempt.
     #[must_use]
     pub fn failure_of(&self, node: NodeId) -> Option<String> {
-        lock(&self.failures).get(&node).cloned()
+        self.failures.lock().get(&node).cloned()
     }
 
     /// Why no node will ever accept this host, such as another cluster key; `None` if one has
@@ -313,16 +312,12 @@ impl NodeRegistry {
     }
 
     fn read_view(&self) -> RwLockReadGuard<'_, NodeView> {
-        self.view.read().unwrap_or_else(PoisonError::into_inner)
+        self.view.read()
     }
 
     fn write_view(&self) -> RwLockWriteGuard<'_, NodeView> {
-        self.view.write().unwrap_or_else(PoisonError::into_inner)
+        self.view.write()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Connects one tenant of this host to memory nodes.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
@@ -12,6 +12,7 @@ use aquifer_channel::{
     HoldRefused, ReceiveError, RestoredItem, connect_with_timeout, receive_frame, send_frame,
 };
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
+use parking_lot::Mutex;
 
 /// How long to retry a claim that the keeper refuses: until it has noticed that the last owner has
 /// ended, or takes its share from it.
@@ -99,7 +100,7 @@ impl KeeperClient {
                     %error,
                     "no copy of an item: it is lost if the keeper is restarted"
                 );
-                let mut state = self.lock();
+                let mut state = self.state.lock();
                 self.send(&mut state, item, fds);
                 self.synchronise(&mut state, (item.kind, item.id))
             }
@@ -112,7 +113,7 @@ impl KeeperClient {
     /// If the keeper refuses a new item.
     pub fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
         let key = (item.kind, item.id);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let is_new = state.items.insert(key, (item.clone(), fds.clone())).is_none();
         self.send(&mut state, item, &borrowed);
@@ -188,7 +189,7 @@ impl KeeperClient {
 
     /// Removes an item from the keeper.
     pub fn release(&self, kind: HeldKind, id: u64) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let removed = state.items.remove(&(kind, id));
         if removed.is_some() && send_frame(&state.socket, &Frame::Release(kind, id), &[]).is_err() {
             self.reconnect(&mut state);
@@ -200,7 +201,7 @@ impl KeeperClient {
 
     /// If the keeper has closed the connection, connects to the next keeper and sends it all items.
     pub fn reconnect_if_closed(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         for (refused, reason) in self.receive_answers(&mut state, Duration::ZERO) {
             log_refusal(refused, &reason);
         }
@@ -239,10 +240,6 @@ impl KeeperClient {
         if send_frame(&state.socket, &Frame::Sync, &[]).is_ok() {
             state.unanswered = 1;
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -16,6 +16,7 @@
 //! - `share_items`: the items of one daemon.
 //! - `exit_watcher`: logs how daemons end.
 //! - [`KeeperClient`]: a daemon's connection to the keeper.
+//! - [`KeeperStore`]: what services need of it.
 //!
 //! Format: `docs/formats/ipc.md`.
 
@@ -29,6 +30,7 @@ mod memory;
 mod mutation;
 mod orphans;
 mod share_items;
+mod store;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -49,6 +51,7 @@ use self::orphans::OrphanWatch;
 use self::share_items::ShareItems;
 pub use client::{CLAIM_TIMEOUT, KeeperClient};
 pub use mutation::Mutation;
+pub use store::KeeperStore;
 
 /// Longest time for which a request to stop, or the end of a grace time, goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);

@@ -1,9 +1,9 @@
 //! How much memory is requested of the node at run time, and how much it lends.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 
 use aquifer_directory::names::ResizeBlocker;
+use parking_lot::Mutex;
 
 /// The request and its status. The directory's watch writes the request, the maintenance thread
 /// writes the status, and the directory record and the metrics show it.
@@ -43,11 +43,11 @@ impl Lending {
 
     /// The status.
     pub fn status(&self) -> LendingStatus {
-        *self.status.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.status.lock()
     }
 
     /// Sets the status.
     pub fn set_status(&self, status: LendingStatus) {
-        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status;
+        *self.status.lock() = status;
     }
 }

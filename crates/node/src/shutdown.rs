@@ -1,8 +1,10 @@
 //! Requests to stop a daemon or a thread.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
 
 /// A request to stop. Clones are handles of the same request.
 #[derive(Clone, Debug, Default)]
@@ -20,7 +22,7 @@ impl Shutdown {
 
     /// Makes the request.
     pub fn request(&self) {
-        *self.shared.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.shared.0.lock() = true;
         self.shared.1.notify_all();
     }
 
@@ -38,15 +40,15 @@ impl Shutdown {
     /// True if the request was made.
     #[must_use]
     pub fn is_requested(&self) -> bool {
-        *self.shared.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.shared.0.lock()
     }
 
     /// Waits until the request is made, for at most `timeout`. Returns true if it was made.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> bool {
-        let requested = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.shared.1.wait_timeout_while(requested, timeout, |requested| !*requested);
-        *waited.unwrap_or_else(PoisonError::into_inner).0
+        let mut requested = self.shared.0.lock();
+        let _late = self.shared.1.wait_while_for(&mut requested, |requested| !*requested, timeout);
+        *requested
     }
 }
 

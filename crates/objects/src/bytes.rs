@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
 
 use aquifer_fabric::unit_map::UnitMap;
-use aquifer_fabric::{Access, Key, Memory, Region, Scope, Target, TargetError};
+use aquifer_fabric::{Access, Key, Memory, Region, Registration, Scope, Target, TargetError};
 
 use crate::class::{BLOCK_ORDERS, FRAME_BYTES};
 use crate::layout::{FORMAT, FRAME_WORDS, HeapWords, Layout, NAMES, RECORDS};
@@ -112,8 +112,9 @@ impl HeapBytes {
                 units: addresses_max(self.layout.frames_max(), u8::try_from(order).expect("there are nine")),
                 unit_bytes: FRAME_BYTES << order,
             };
+            let plain = Registration::plain(Arc::clone(&self.data), Access::READ, scope);
             let key = keys.map(|keys| keys[order]);
-            target.register_movable(Arc::clone(&self.data), map, Access::READ, scope, key)
+            target.register_as(Registration { map: Some(map), key, ..plain })
         };
         (0..BLOCK_ORDERS).map(register).collect()
     }

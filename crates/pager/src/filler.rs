@@ -8,7 +8,6 @@ mod suspended;
 #[cfg(test)]
 mod tests;
 
-pub use empty::SlabSizing;
 use slab_list::SlabList;
 pub use sparse::GainThreshold;
 
@@ -85,7 +84,6 @@ struct ExtentRequest {
 pub struct Filler {
     slabs: Arc<SlabSet>,
     open: Option<OpenSlab>,
-    sizing: SlabSizing,
     allowance: Allowance,
     in_use: SlabList,
     /// Slabs in use with fewer replicas than requested.
@@ -127,7 +125,6 @@ impl Filler {
         Self {
             slabs,
             open: None,
-            sizing: SlabSizing::AsNeeded,
             allowance: Allowance::ALL,
             in_use,
             degraded,
@@ -335,13 +332,6 @@ impl Filler {
         let replicas = self.slabs.replicas_wanted().min(nodes).max(1);
         if let Some(open) = self.sparse_slab(previous, replicas).or_else(|| self.empty_slab(replicas)) {
             return Ok(open);
-        }
-        if let SlabSizing::Fixed { class, group_slabs } = self.sizing {
-            let allocated = match group_slabs {
-                1 => self.allocate_fixed_slabs(pool, class),
-                _ => self.allocate_slab_group(pool, class, group_slabs),
-            };
-            return allocated.or_else(|refused| self.slab_with_holes().ok_or(refused));
         }
         let refused = match self.allocate_slab(pool, want, replicas, replicas) {
             Err(refused) => refused,

@@ -41,7 +41,7 @@ pub use allowance::Allowance;
 pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
-pub use filler::{NoRoom, SlabSizing};
+pub use filler::NoRoom;
 pub use integrity::is_zero;
 pub use mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
 pub use mutation::Mutation;

@@ -10,10 +10,11 @@
 //! none.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use aquifer_fabric::Memory;
+use parking_lot::Mutex;
 
 use crate::page::{PAGE_BYTES, Slot};
 
@@ -168,7 +169,7 @@ impl Mempool {
     pub fn finish_recovery(&self, used: &HashSet<BlockId>) {
         let blocks = (0..self.blocks).map(|block| BlockId(u32::try_from(block).expect("at most 2^20")));
         let free = blocks.rev().filter(|block| !used.contains(block)).collect();
-        self.lock().free = free;
+        self.state.lock().free = free;
     }
 
     /// The memory of the slots, to be registered with endpoints.
@@ -181,7 +182,7 @@ impl Mempool {
     /// volume of it lives.
     #[must_use]
     pub fn user(&self, uid: u32) -> Arc<MempoolUser> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.users.retain(|(other, user)| *other == uid || Arc::strong_count(user) > 1);
         if let Some((_, user)) = state.users.iter().find(|(other, _)| *other == uid) {
             return Arc::clone(user);
@@ -194,7 +195,7 @@ impl Mempool {
     /// Allocates a block to a volume that has `owned` blocks, if one is free for it.
     #[must_use]
     pub fn allocate(&self, user: &MempoolUser, owned: usize) -> Option<BlockId> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let for_waiting = if owned > 0 { user.waiting.load(SeqCst) } else { 0 };
         if state.available(user, self.guarantee()) <= for_waiting {
             return None;
@@ -206,14 +207,14 @@ impl Mempool {
     /// Allocates any free block.
     #[must_use]
     pub(crate) fn allocate_any(&self, user: &MempoolUser) -> Option<BlockId> {
-        let block = self.lock().free.pop()?;
+        let block = self.state.lock().free.pop()?;
         user.blocks.fetch_add(1, Relaxed);
         Some(block)
     }
 
     /// Frees a block of a user. None of its slots may be in use.
     pub fn free(&self, user: &MempoolUser, block: BlockId) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         debug_assert!(!state.free.contains(&block), "{block:?} was freed twice");
         user.blocks.fetch_sub(1, Relaxed);
         state.free.push(block);
@@ -224,22 +225,18 @@ impl Mempool {
     pub fn must_free_block(&self, user: &MempoolUser) -> bool {
         let guarantee = self.guarantee();
         if user.has_waiting() {
-            return self.lock().available(user, guarantee) < user.waiting.load(SeqCst);
+            return self.state.lock().available(user, guarantee) < user.waiting.load(SeqCst);
         }
         if user.blocks() <= guarantee {
             return false;
         }
-        let state = self.lock();
+        let state = self.state.lock();
         state.free.len() < state.reserve(user, guarantee)
     }
 
     /// Blocks that other users cannot hold.
     fn guarantee(&self) -> usize {
         (self.blocks / GUARANTEE_DIVISOR).clamp(GUARANTEE_MIN, GUARANTEE_MAX).min(self.blocks / 2)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, MempoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the pool is short of memory for volumes that belong to no user.
@@ -262,7 +259,7 @@ impl Mempool {
     /// The number of free blocks.
     #[must_use]
     pub fn free_block_count(&self) -> usize {
-        self.lock().free.len()
+        self.state.lock().free.len()
     }
 }
 

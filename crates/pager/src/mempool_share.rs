@@ -7,7 +7,8 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 /// The blocks of a run's share: how many are reserved, and which members wait for one.
 #[derive(Debug, Default)]
@@ -54,10 +55,6 @@ impl MempoolShare {
         self.members.load(Relaxed)
     }
 
-    fn lock(&self) -> MutexGuard<'_, BlockQueue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn update_has_waiting(&self, queue: &BlockQueue) {
         self.has_waiting.store(!queue.waiting.is_empty() || !queue.reserved.is_empty(), SeqCst);
     }
@@ -78,7 +75,7 @@ impl MempoolShare {
     ///
     /// On success the member leaves the queue. Returns false if the share has no block for it.
     pub fn try_reserve(&self, member: u64) -> bool {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         if !queue.remove_reservation(member) {
             if self.is_exhausted() {
                 return false;
@@ -93,7 +90,7 @@ impl MempoolShare {
     /// Removes a member from the queue; a block that is reserved for it goes to the next member.
     pub fn leave_queue(&self, member: u64) {
         if self.has_waiting.load(SeqCst) {
-            let mut queue = self.lock();
+            let mut queue = self.queue.lock();
             queue.waiting.retain(|other| *other != member);
             if queue.remove_reservation(member) {
                 self.reserve_for_next(&mut queue);
@@ -104,7 +101,7 @@ impl MempoolShare {
 
     /// Counts a block that a member owned before the restart of the agent.
     pub fn count_recovered(&self) {
-        let _changing = self.lock();
+        let _changing = self.queue.lock();
         self.blocks.fetch_add(1, Relaxed);
     }
 
@@ -115,7 +112,7 @@ impl MempoolShare {
 
     /// Releases a member's block: reserves it for the head of the queue, or makes it free.
     pub fn release(&self) {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         self.reserve_for_next(&mut queue);
         self.update_has_waiting(&queue);
     }
@@ -133,7 +130,7 @@ impl MempoolShare {
 
     /// Releases a block without reserving it for the head of the queue.
     pub fn cancel_reservation(&self) {
-        self.make_free(&self.lock());
+        self.make_free(&self.queue.lock());
     }
 
     fn make_free(&self, queue: &BlockQueue) {
@@ -153,7 +150,7 @@ impl MempoolShare {
     /// Queues a member that owns `owned` blocks, if that is less than its fair share and the share
     /// is exhausted. Returns true if newly queued.
     pub fn enqueue(&self, member: u64, owned: u64) -> bool {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         let needs_none = owned >= self.fair_share().max(1) || !self.is_exhausted();
         if needs_none || queue.waiting.contains(&member) || queue.reserved.contains(&member) {
             return false;
@@ -170,7 +167,7 @@ impl MempoolShare {
 
     /// Whether a member is queued, and a member that owns `owned` blocks must release one for it.
     pub fn should_pass_block(&self, owned: u64) -> bool {
-        self.has_waiting.load(Relaxed) && owned > self.fair_share() && !self.lock().waiting.is_empty()
+        self.has_waiting.load(Relaxed) && owned > self.fair_share() && !self.queue.lock().waiting.is_empty()
     }
 
     /// Returns true once after a block was released while members waited.

@@ -28,7 +28,7 @@ use aquifer_pool::{NodeId, OperationGuard, PoolClient, PoolError};
 
 use crate::allowance::Allowance;
 use crate::digest::{Digest, Digester, Digests};
-use crate::filler::{Filler, FreePages, NoRoom, SlabSizing};
+use crate::filler::{Filler, FreePages, NoRoom};
 use crate::integrity::{is_zero, page_crc};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
 use crate::mutation::Mutation;
@@ -178,11 +178,6 @@ impl Sender {
         let nodes: Vec<NodeId> = sender.pool.nodes().collect();
         nodes.into_iter().for_each(|node| sender.open_port_early(node));
         sender
-    }
-
-    /// Sets how large slabs are. Must be called before there are any.
-    pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
-        self.filler.set_slab_sizing(sizing);
     }
 
     /// Sets the user whose programs keep no clean copies while this sender finds the pool short.

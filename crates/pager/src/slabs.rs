@@ -10,10 +10,10 @@ use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::Release,
 };
-use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::{Key, Memory, RemoteAddr};
 use aquifer_pool::{Extent, NodeId, SizeClass};
+use parking_lot::Mutex;
 
 use crate::page::{Location, PAGE_BYTES};
 
@@ -234,7 +234,7 @@ impl SlabSet {
     /// Reports that the replica on this node is damaged at this location, so that the sender
     /// repairs it.
     pub fn report_damage(&self, location: Location, node: NodeId) {
-        let mut damaged = self.damaged.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut damaged = self.damaged.lock();
         if damaged.len() < DAMAGED_MAX && !damaged.contains(&(location, node)) {
             damaged.push((location, node));
         }
@@ -242,7 +242,7 @@ impl SlabSet {
 
     /// Removes a damaged page from the list of reports.
     pub(crate) fn pop_damaged(&self) -> Option<(Location, NodeId)> {
-        self.damaged.lock().unwrap_or_else(PoisonError::into_inner).pop()
+        self.damaged.lock().pop()
     }
 
     /// Whether a node is slow at present. Readers should prefer other nodes.
@@ -276,7 +276,7 @@ impl SlabSet {
         if before == 1 {
             self.pages.fetch_sub(1, Relaxed);
             if self.live(location.slab()).fetch_sub(1, AcqRel) == 1 {
-                let mut emptied = self.emptied.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut emptied = self.emptied.lock();
                 emptied.push(location.slab());
                 if emptied.len() == EMPTIED_WAKE_COUNT {
                     self.needs_notification.store(true, Relaxed);
@@ -288,7 +288,7 @@ impl SlabSet {
     /// Removes the slabs that became empty since the last call. Some may have been filled again
     /// since.
     pub(crate) fn drain_emptied(&self) -> Vec<SlabId> {
-        std::mem::take(&mut *self.emptied.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.emptied.lock())
     }
 
     /// Returns true once after many slabs have become empty. The caller must then wake the sender.
@@ -303,7 +303,7 @@ impl SlabSet {
     /// Whether slabs have become empty since the last [`Self::drain_emptied`].
     #[must_use]
     pub fn has_emptied_slabs(&self) -> bool {
-        !self.emptied.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        !self.emptied.lock().is_empty()
     }
 
     /// Records extents of one size as the replicas of a slab whose number is free.

@@ -15,9 +15,10 @@ mod grace;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use aquifer_fabric::{DrainHandle, EndpointError, Key};
+use parking_lot::Mutex;
 
 use crate::client::{Extent, NodeId, PoolClient};
 use crate::error::PoolError;
@@ -92,7 +93,7 @@ impl LeakDetector {
     /// Registers a ledger until its last strong reference is dropped.
     pub fn register_ledger<L: Ledger + 'static>(&self, ledger: &Arc<L>) {
         let ledger = Arc::downgrade(ledger) as Weak<dyn Ledger>;
-        let mut ledgers = lock(&self.ledgers);
+        let mut ledgers = self.ledgers.lock();
         ledgers.retain(|other| other.strong_count() > 0 && !Weak::ptr_eq(other, &ledger));
         ledgers.push(ledger);
     }
@@ -105,20 +106,20 @@ impl LeakDetector {
 
     /// Reports that this host may have leaked memory of a node. The node is suspect then.
     pub fn suspect_leak(&self, node: NodeId) {
-        lock(&self.suspects).insert(node);
+        self.suspects.lock().insert(node);
     }
 
     /// Adds a connection that was abandoned with operations in flight; `region_key` is the key of
     /// the node's memory at that time.
     pub(crate) fn add_abandoned(&self, node: NodeId, region_key: Key, drain: Box<dyn DrainHandle>) {
-        lock(&self.abandoned).push(AbandonedConnection { node, region_key, drain });
+        self.abandoned.lock().push(AbandonedConnection { node, region_key, drain });
     }
 
     /// U1: ends the operations of abandoned connections to the memory that the node has now.
     fn drain_abandoned(&self, node: NodeId, region_key: Key) -> Result<(), EndpointError> {
         // The lock is not held while this waits for the node.
         let of_node: Vec<AbandonedConnection> =
-            lock(&self.abandoned).extract_if(.., |connection| connection.node == node).collect();
+            self.abandoned.lock().extract_if(.., |connection| connection.node == node).collect();
         let mut outcome = Ok(());
         let mut undrained = Vec::new();
         for mut connection in of_node.into_iter().filter(|connection| connection.region_key == region_key) {
@@ -127,24 +128,24 @@ impl LeakDetector {
                 outcome = Err(error);
             }
         }
-        lock(&self.abandoned).append(&mut undrained);
+        self.abandoned.lock().append(&mut undrained);
         outcome
     }
 
     fn has_abandoned(&self, node: NodeId) -> bool {
-        lock(&self.abandoned).iter().any(|connection| connection.node == node)
+        self.abandoned.lock().iter().any(|connection| connection.node == node)
     }
 
     /// Whether any node is suspect.
     #[must_use]
     pub fn has_suspects(&self) -> bool {
-        !lock(&self.suspects).is_empty()
+        !self.suspects.lock().is_empty()
     }
 
     /// Returns the suspect nodes, which then are not suspect any more: the caller must scan them.
     #[must_use]
     pub fn pop_suspects(&self) -> BTreeSet<NodeId> {
-        std::mem::take(&mut *lock(&self.suspects))
+        std::mem::take(&mut *self.suspects.lock())
     }
 
     /// Leak scan: frees what the host of `pool` owns on a node and no ledger names.
@@ -162,7 +163,7 @@ impl LeakDetector {
         node: NodeId,
         mut may_continue: impl FnMut(ScanProgress) -> bool,
     ) -> Result<Option<Recovered>, PoolError> {
-        let _exclusive = lock(&self.scanning);
+        let _exclusive = self.scanning.lock();
         self.drain_abandoned(node, pool.region_key(node))
             .map_err(|cause| PoolError::Endpoint { node, cause })?;
         // A cancelled scan may have left a generation that has not ended.
@@ -210,7 +211,7 @@ impl LeakDetector {
         pool: &'a PoolClient,
         node: NodeId,
     ) -> impl FnMut(&Holding) -> bool + use<'a> {
-        let ledgers: Vec<Arc<dyn Ledger>> = lock(&self.ledgers).iter().filter_map(Weak::upgrade).collect();
+        let ledgers: Vec<Arc<dyn Ledger>> = self.ledgers.lock().iter().filter_map(Weak::upgrade).collect();
         let mut recorded = HashSet::new();
         for ledger in ledgers {
             ledger.extents(&mut |extent| recorded.extend(Some(extent.addr).filter(|_| extent.node == node)));
@@ -277,8 +278,4 @@ fn skip_damaged<T>(section: u32, outcome: Result<T, PoolError>) -> Result<Option
         }
         Err(error) => Err(error),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use aquifer_fabric::{Access, Key, KeyEntry, Memory, Region, Scope, Target, TargetError};
+use aquifer_fabric::{Access, Key, KeyEntry, Memory, Region, Registration, Scope, Target, TargetError};
 
 use crate::client::{Extent, NodeId};
 use crate::error::FormatError;
@@ -67,9 +67,7 @@ impl NodeMemory {
         let memory = Memory::create("aquifer-pool", len)
             .map(Arc::new)
             .map_err(|cause| NodeMemoryError::Memory { bytes, cause })?;
-        let shared = Arc::clone(&memory);
-        let region =
-            target.register_with(shared, Access::ALL, Scope::Anyone, Some(layout.key_table()), None)?;
+        let region = target.register_as(registration(&memory, &layout))?;
         for section in lent..layout.sections() {
             let at = layout.word_at(WordAt::Section(section));
             memory.atomic_u64(offset(at)).store(SectionWord::OFFLINE.0, SeqCst);
@@ -104,9 +102,7 @@ impl NodeMemory {
         if layout.region_bytes() > found {
             return Err(too_short(layout.region_bytes()));
         }
-        let shared = Arc::clone(&memory);
-        let region =
-            target.register_with(shared, Access::ALL, Scope::Anyone, Some(layout.key_table()), Some(key))?;
+        let region = target.register_as(Registration { key: Some(key), ..registration(&memory, &layout) })?;
         Ok(Self { layout, memory, region })
     }
 
@@ -267,6 +263,12 @@ impl NodeMemory {
     fn word(&self, at: WordAt) -> u64 {
         self.memory.atomic_u64(offset(self.layout.word_at(at))).load(Relaxed)
     }
+}
+
+/// The registration of a node's memory under a new key.
+fn registration(memory: &Arc<Memory>, layout: &Layout) -> Registration {
+    let table = Some(layout.key_table());
+    Registration { table, ..Registration::plain(Arc::clone(memory), Access::ALL, Scope::Anyone) }
 }
 
 /// Why memory could not be lent.

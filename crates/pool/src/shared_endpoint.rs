@@ -4,11 +4,12 @@
 //! operations that the pool polls are kept until the user polls.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::{Completion, Endpoint, PostError, Work, forward_endpoint};
+use parking_lot::Mutex;
 
 /// State of a shared endpoint that the pool and the endpoint both use.
 #[derive(Debug, Default)]
@@ -33,7 +34,7 @@ impl SharedState {
         if completions.is_empty() {
             return;
         }
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue.lock();
         for completion in completions.drain(..).rev() {
             queue.push_front(completion);
         }
@@ -44,7 +45,7 @@ impl SharedState {
         if self.len() == 0 {
             return 0;
         }
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue.lock();
         let drained = queue.len().min(max);
         out.extend(queue.drain(..drained));
         self.count.store(queue.len(), Ordering::Release);

@@ -2,9 +2,9 @@
 
 use std::fmt::Debug;
 use std::hash::{BuildHasher, RandomState};
-use std::sync::Mutex;
 
 use aquifer_mutation::Mutations;
+use parking_lot::Mutex;
 
 use crate::corpus::Corpus;
 use crate::play::{SEED_VARIABLE, asked_seed, on_all_processors, play, play_all, quietly};
@@ -91,11 +91,11 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         let found = Mutex::new(Corpus::default());
         on_all_processors(self.mutations, |&mutation| {
             if let Some(seed) = self.first_notice(mutation, &recorded, most) {
-                found.lock().expect("noting does not panic").0.insert(format!("{mutation:?}"), seed);
+                found.lock().0.insert(format!("{mutation:?}"), seed);
             }
             true
         });
-        let found = found.into_inner().expect("noting does not panic");
+        let found = found.into_inner();
         if is_recording {
             found.write(self.name);
             let is_late = |seed: &u64| *seed >= MUTANT_SCHEDULES && !self.regressions.contains(seed);

@@ -8,8 +8,8 @@ use aquifer_directory::DirectoryRetries;
 use aquifer_directory::names::AgentRecord;
 use aquifer_fabric::ClusterKey;
 use aquifer_host::membership::Membership;
-use aquifer_keeper::KeeperClient;
-use aquifer_segments::host::{KeptSegment, SegmentHost, SegmentOptions};
+use aquifer_keeper::{KeeperClient, KeeperStore};
+use aquifer_segments::host::{HostLease, KeptSegment, SegmentHost, SegmentOptions};
 use aquifer_segments::ownership::Life;
 
 use super::{AgentError, AgentOptions, HostServices, SegmentSettings};
@@ -18,7 +18,7 @@ use super::{AgentError, AgentOptions, HostServices, SegmentSettings};
 pub(super) fn start_segments(
     options: &AgentOptions,
     membership: &Membership,
-    keeper: Arc<HostServices>,
+    services: &Arc<HostServices>,
     kept: Vec<KeptSegment>,
     retries: DirectoryRetries,
 ) -> Result<Arc<SegmentHost>, AgentError> {
@@ -43,7 +43,7 @@ pub(super) fn start_segments(
     // Other hosts wait for as long from the end of the lease, by their clocks.
     let grace = options.grace.mul_f64(0.75);
     let (bytes_per_tenant, sockets) = (bytes_per_user, options.sockets());
-    let descriptors = Arc::clone(&keeper.descriptors);
+    let descriptors = Arc::clone(&services.descriptors);
     let own = SegmentOptions {
         life,
         listen,
@@ -54,8 +54,10 @@ pub(super) fn start_segments(
         sockets,
         descriptors,
         retries,
+        lease: Arc::clone(services) as Arc<dyn HostLease>,
     };
     let directory = Arc::clone(membership.directory());
+    let keeper = Arc::clone(&services.keeper) as Arc<dyn KeeperStore>;
     Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease(), keeper, kept)?))
 }
 

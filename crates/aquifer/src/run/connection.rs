@@ -3,8 +3,8 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_host::client;
 use aquifer_ipc::{Frame, OpenRun, RunToken};
+use parking_lot::Mutex;
 
 use super::RunError;
 
@@ -124,7 +125,7 @@ impl RunConnection {
 
     /// The reason why the program was ended, if it was.
     pub(super) fn reason(&self) -> Option<String> {
-        self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.reason.lock().clone()
     }
 }
 
@@ -155,7 +156,7 @@ fn receive_loop(
         match receive_frame(socket) {
             Ok((Frame::Notice(text), _)) => crate::say::say_error!("{text}"),
             Ok((Frame::Ended(text), _)) => {
-                reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(text);
+                reason.lock().get_or_insert(text);
             }
             Ok((Frame::Statistics(text), _)) => {
                 // Fails if `close` has stopped waiting.
@@ -168,5 +169,5 @@ fn receive_loop(
         }
     }
     let text = on_gone();
-    reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(text);
+    reason.lock().get_or_insert(text);
 }

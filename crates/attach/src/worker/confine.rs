@@ -8,7 +8,7 @@
 //! or root folder through it.
 
 use crate::raw::syscall;
-use crate::uffd::{UFFDIO_MOVE, UFFDIO_WRITEPROTECT};
+use aquifer_uffd::{UFFDIO_MOVE, UFFDIO_WRITEPROTECT};
 
 const CAPABILITY_VERSION: u32 = 0x2008_0522;
 const SECCOMP_SET_MODE_FILTER: usize = 1;

@@ -125,14 +125,6 @@ pub enum BenchError {
         /// The given name.
         name: String,
     },
-    /// This block size is not measured.
-    #[error("--only {name:?} is not a measured block size; give one of {}", sizes.join(", "))]
-    NoSuchSize {
-        /// The given name.
-        name: String,
-        /// The measured sizes.
-        sizes: Vec<&'static str>,
-    },
     /// This percentage of a program's memory is not measured.
     #[error("--fit {percent} is not measured; give one of {}", list(fits))]
     NoSuchFit {

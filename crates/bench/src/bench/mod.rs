@@ -7,7 +7,6 @@
 mod alloc;
 mod apps;
 mod cache;
-mod dilemma;
 mod error;
 pub mod fabric;
 mod failover;
@@ -46,8 +45,8 @@ pub struct BenchArgs {
     /// Draw pictures as SVG into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Fabric between agent and nodes, for `bench faults` and `bench restart` [default: shm],
-    /// `bench failover` [default: tcp], and `bench dilemma` [default: both]
+    /// Fabric between agent and nodes, for `bench faults` and `bench restart` [default: shm], and
+    /// `bench failover` [default: tcp]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
     /// Trace for `bench alloc` to replay: lines MICROSECONDS SIZE_CLASS, where class k has 4
@@ -55,9 +54,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// For `bench apps`, measure only programs with this in their names, such as postgres; for
-    /// `bench dilemma`, only this block size and the largest, such as "4 KiB"; for `bench objects`,
-    /// only this figure, such as 17; for `bench cache`, only this part: requests, threads, memory,
-    /// hits, moves, or pool
+    /// `bench objects`, only this figure, such as 17; for `bench cache`, only this part: requests,
+    /// threads, memory, hits, moves, or pool
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// For `bench apps`, measure only with this percentage of a program's memory
@@ -120,7 +118,7 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 13] = [
+const BENCHES: [Bench; 12] = [
     Bench {
         name: "alloc",
         about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
@@ -145,14 +143,6 @@ const BENCHES: [Bench; 13] = [
         options: &[ONLY, POGOCACHE],
         serve_at: None,
         run: cache::run,
-    },
-    Bench {
-        name: "dilemma",
-        about: "throughput and allocated memory by block size, for a load of page writes and frees",
-        targets: dilemma::TARGETS,
-        options: &[FABRIC, ONLY],
-        serve_at: None,
-        run: dilemma::run,
     },
     Bench {
         name: "failover",

@@ -4,10 +4,10 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::*;
 use aquifer_swap::setup::cleanup_stale;
+use parking_lot::{Mutex, MutexGuard};
 
 const MIB: u64 = 1 << 20;
 
@@ -15,7 +15,7 @@ static TURNS: Mutex<()> = Mutex::new(());
 
 /// None where this user may not set up swap; then that is what is checked.
 fn turn() -> Option<MutexGuard<'static, ()>> {
-    let guard = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
+    let guard = TURNS.lock();
     if rustix::process::geteuid().is_root() {
         return Some(guard);
     }

@@ -1,10 +1,10 @@
 //! Waiting for an open block, and for all written pages to be on memory nodes.
 
-use std::sync::{MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::{BlockVolume, VolumeState};
 use crate::error::BlockError;
+use parking_lot::MutexGuard;
 
 impl BlockVolume {
     /// Waits until a block is open.
@@ -23,7 +23,7 @@ impl BlockVolume {
             let now = Instant::now();
             if state.is_awaiting_node && !self.room_timeout.is_zero() {
                 deadline = None;
-                state = self.wait(state, self.room_timeout);
+                self.changed.wait_for(&mut state, self.room_timeout);
                 continue;
             }
             let since = state.pool_full.as_ref().map(|(since, _)| *since);
@@ -35,12 +35,8 @@ impl BlockVolume {
                 drop(state);
                 return Err(self.no_room(reason));
             }
-            state = self.wait(state, until - now);
+            self.changed.wait_for(&mut state, until - now);
         }
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, VolumeState>, timeout: Duration) -> MutexGuard<'a, VolumeState> {
-        self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Opens a block if none is open and the mempool has one. Returns whether a block is open.
@@ -54,7 +50,7 @@ impl BlockVolume {
     fn no_room(&self, reason: Option<String>) -> BlockError {
         let reason = reason.unwrap_or_else(|| "the memory nodes do not answer".into());
         let error = BlockError::NoRoom { waited: self.room_timeout, reason: reason.clone() };
-        let before = self.last_refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
+        let before = self.last_refusal.lock().replace(reason);
         if before.is_none() {
             tracing::error!(%error, "refusing writes");
         }
@@ -83,7 +79,7 @@ impl BlockVolume {
                 drop(state);
                 return Err(self.no_room(reason));
             }
-            state = self.wait(state, remaining);
+            self.changed.wait_for(&mut state, remaining);
         }
         Ok(())
     }
@@ -110,6 +106,8 @@ impl BlockVolume {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use std::sync::Arc;
 
     use aquifer_fabric::{Endpoint, EndpointError};

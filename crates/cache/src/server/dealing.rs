@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::mem;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::EventfdFlags;
 
 use super::acceptor::Accepted;
@@ -49,19 +50,19 @@ impl WorkerHandle {
 
     /// Deals a connection to the worker.
     pub fn deal(&self, accepted: Accepted) {
-        lock(&self.dealt).clients.push(accepted);
+        self.dealt.lock().clients.push(accepted);
         self.wake();
     }
 
     /// Deals a connection of another server to the worker.
     pub fn deal_peer(&self, socket: PeerSocket) {
-        lock(&self.dealt).peers.push(socket);
+        self.dealt.lock().peers.push(socket);
         self.wake();
     }
 
     /// Gives the worker a connection with a server, or says that it cannot be reached.
     pub fn deal_link(&self, server: u16, socket: Option<PeerSocket>) {
-        lock(&self.dealt).links.push((server, socket));
+        self.dealt.lock().links.push((server, socket));
         self.wake();
     }
 
@@ -75,15 +76,11 @@ impl WorkerHandle {
         let mut count = [0; 8];
         // Only the worker reads the counter; without a count there is nothing new.
         let _ = rustix::io::read(&self.waker, &mut count);
-        mem::take(&mut *lock(&self.dealt))
+        mem::take(&mut *self.dealt.lock())
     }
 
     /// The worker's connections, by descriptor.
     pub fn reports(&self) -> MutexGuard<'_, BTreeMap<RawFd, Arc<ConnectionReport>>> {
-        lock(&self.reports)
+        self.reports.lock()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

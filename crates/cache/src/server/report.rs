@@ -1,9 +1,10 @@
 //! The statistics of a server, with memcached's names.
 
 use std::fmt::Display;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::process::Signal;
 
 use super::dealing::WorkerHandle;
@@ -36,7 +37,7 @@ impl Report {
     }
 
     fn base(&self) -> MutexGuard<'_, Base> {
-        self.base.lock().unwrap_or_else(PoisonError::into_inner)
+        self.base.lock()
     }
 }
 

@@ -4,8 +4,9 @@ use std::fmt;
 use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustls::crypto::ring::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{
@@ -55,7 +56,7 @@ impl TlsSettings {
     /// As for [`Self::read`]; the certificates that were read before stay in use.
     pub fn refresh(&self) -> Result<(), String> {
         let config = read(&self.files)?;
-        *self.config.lock().unwrap_or_else(PoisonError::into_inner) = config;
+        *self.config.lock() = config;
         Ok(())
     }
 
@@ -64,7 +65,7 @@ impl TlsSettings {
     /// # Errors
     /// If the library refuses.
     pub fn accept(&self) -> Result<TlsStream, rustls::Error> {
-        let config = Arc::clone(&self.config.lock().unwrap_or_else(PoisonError::into_inner));
+        let config = Arc::clone(&self.config.lock());
         let mut connection = ServerConnection::new(config)?;
         // Replies of one turn are bounded, and no more are made while some wait.
         connection.set_buffer_limit(None);

@@ -11,8 +11,8 @@ pub use moving::Departure;
 pub use overflow::Spilled;
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::overflow::Candidates;
 use super::epochs::{NO_END_US, Pin};
@@ -27,6 +27,7 @@ use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
 use crate::clock::boot_us;
+use parking_lot::{Mutex, MutexGuard};
 
 /// No run.
 const NO_SEQUENCE: u64 = u64::MAX;
@@ -201,7 +202,7 @@ impl Partition {
             Search::Found(found) => found,
             Search::Missing => return Err(self.absent(shared, key, &candidates)),
             Search::Unsettled => {
-                let _lock = self.lock();
+                let _lock = self.log.lock();
                 let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
                 found.ok_or_else(|| self.absent(shared, key, &candidates))?
             }
@@ -281,7 +282,7 @@ impl Partition {
         decide: impl FnOnce(Option<&Item<'p>>) -> Change<'c>,
     ) -> Result<u64, NotNow> {
         let now_s = self.shift.to_partition(now_s);
-        let mut inner = self.lock();
+        let mut inner = self.log.lock();
         if !may_change(pin) {
             return Err(NotNow::Late);
         }
@@ -443,7 +444,7 @@ impl Partition {
 
     /// Whether the log has a gap for this many bytes.
     pub fn has_gap(&self, bytes: usize) -> bool {
-        self.lock().log.has_gap(bytes)
+        self.log.lock().log.has_gap(bytes)
     }
 
     /// Whether a run should be cleaned.
@@ -453,12 +454,12 @@ impl Partition {
 
     /// Items in the pool.
     pub fn items_away(&self) -> u64 {
-        self.lock().log.items_away()
+        self.log.lock().log.items_away()
     }
 
     /// What is in the partition.
     pub fn content(&self) -> Content {
-        let inner = self.lock();
+        let inner = self.log.lock();
         Content {
             items: inner.items,
             item_bytes: inner.log.live_bytes,
@@ -569,12 +570,8 @@ impl Partition {
 
     /// The lock, if the partition is here and stays for the time being.
     fn lock_here(&self) -> Option<MutexGuard<'_, Inner>> {
-        let inner = self.lock();
+        let inner = self.log.lock();
         self.presence.is_here().then_some(inner)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

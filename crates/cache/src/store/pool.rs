@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_latency::LatencyHistogram;
+use parking_lot::{Condvar, Mutex};
 use rustix::time::ClockId;
 
 use super::log::Kept;
@@ -101,7 +101,7 @@ pub struct PoolWork {
 impl PoolQueue {
     /// Has an item fetched, unless it is being fetched.
     pub fn fetch(&self, fetch: Fetch) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Entry::Vacant(wanted) = state.wanted.entry(key_of(&fetch)) {
             wanted.insert(Instant::now());
             state.fetches.push(fetch);
@@ -111,13 +111,13 @@ impl PoolQueue {
 
     /// Notes that an item was fetched, or cannot be. Returns how long that was waited for.
     pub fn fetched(&self, fetch: &Fetch) -> Duration {
-        let began = self.lock().wanted.remove(&key_of(fetch));
+        let began = self.state.lock().wanted.remove(&key_of(fetch));
         began.map_or(Duration::ZERO, |began| began.elapsed())
     }
 
     /// Frees a place in the pool.
     pub fn free(&self, place: u64) {
-        self.lock().freed.push(place);
+        self.state.lock().freed.push(place);
     }
 
     /// Whether memory will soon be free because runs are copied to the pool, so that nothing is to
@@ -172,12 +172,12 @@ impl PoolQueue {
 
     /// Places that were freed since they were last asked for.
     pub fn freed(&self) -> Vec<u64> {
-        std::mem::take(&mut self.lock().freed)
+        std::mem::take(&mut self.state.lock().freed)
     }
 
     /// Says that memory is short.
     pub fn note_short(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !state.is_short {
             state.is_short = true;
             let now_ms = now_ms().max(1);
@@ -188,15 +188,15 @@ impl PoolQueue {
 
     /// Ends the thread.
     pub fn stop(&self) {
-        self.lock().stops = true;
+        self.state.lock().stops = true;
         self.has_work.notify_one();
     }
 
     /// The next work, with at most so many items to fetch; waits for it for at most this time.
     pub fn next(&self, time: Duration, fetches_max: usize) -> PoolWork {
         let is_idle = |state: &mut PoolState| state.fetches.is_empty() && !state.is_short && !state.stops;
-        let waited = self.has_work.wait_timeout_while(self.lock(), time, is_idle);
-        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = self.state.lock();
+        let _timeout = self.has_work.wait_while_for(&mut state, is_idle, time);
         let fetches = state.fetches.len().min(fetches_max);
         let fetches = state.fetches.drain(..fetches).collect();
         let freed = std::mem::take(&mut state.freed);
@@ -209,10 +209,6 @@ impl PoolQueue {
     pub fn count_hit(&self, time: Duration) {
         self.hits.fetch_add(1, Ordering::Relaxed);
         self.times.record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::budget::Budget;
 use super::epochs::Epochs;
@@ -11,6 +10,7 @@ use super::pool::PoolQueue;
 use super::runs::Queue;
 use super::slot::RUN_BYTES;
 use super::{LIMIT_MIN, StoreOptions};
+use parking_lot::Mutex;
 
 /// Runs that each partition must be able to have before one keeps the pages of what it evicts.
 const RUNS_TO_KEEP_PAGES: u64 = 64;
@@ -54,19 +54,15 @@ pub(super) struct Noted(Mutex<BTreeSet<usize>>);
 
 impl Noted {
     pub(super) fn note(&self, number: usize) {
-        self.lock().insert(number);
+        self.0.lock().insert(number);
     }
 
     pub(super) fn next(&self) -> Option<usize> {
-        self.lock().pop_first()
+        self.0.lock().pop_first()
     }
 
     pub(super) fn drain(&self) -> BTreeSet<usize> {
-        std::mem::take(&mut *self.lock())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeSet<usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        std::mem::take(&mut *self.0.lock())
     }
 }
 

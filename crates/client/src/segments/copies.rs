@@ -7,7 +7,6 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -179,12 +178,12 @@ impl Segment<'_> {
     /// Then the copies of the last sync count.
     pub fn sync(&mut self, copies: usize) -> Result<Synced, Error> {
         self.process.check_owner()?;
-        let is_first = self.sync.get_mut().unwrap_or_else(PoisonError::into_inner).is_none();
+        let is_first = self.sync.get_mut().is_none();
         if is_first {
             self.close()?;
         }
         let (process, id, mapping) = (self.process, self.id, &self.mapping);
-        let state = self.sync.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = self.sync.get_mut();
         let state = state.get_or_insert_with(|| Box::new(SyncState::new(mapping.bytes() as u64)));
         let change = state.look(mapping);
         let data = OnceCell::new();

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_arena::calls::{Answer, Call, Tenure};
@@ -20,6 +20,7 @@ use aquifer_arena::{PageFaults, revoke};
 use aquifer_channel::answer_deadline::{AfterSilence, AnswerDeadline};
 use aquifer_channel::boot_time::BootInstant;
 use aquifer_channel::receive_frame;
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::Error;
@@ -108,7 +109,7 @@ impl Link {
 
     /// Ends the connections, without waiting for calls or for an agent.
     pub fn close(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.is_closing = true;
         state.ends.shut_down();
         self.has_changed.notify_all();
@@ -130,8 +131,8 @@ impl Link {
     ) -> Result<T, Error> {
         let mut is_repeated = false;
         loop {
-            let connection = lock(&self.state).connections;
-            let socket = lock(if line == Line::Calls { &self.calls } else { &self.arrivals });
+            let connection = self.state.lock().connections;
+            let socket = if line == Line::Calls { &self.calls } else { &self.arrivals }.lock();
             match ask(&socket, &call(is_repeated)) {
                 Ok((answer, fds)) => return then(answer, fds, &socket),
                 Err(error @ (Error::Agent(_) | Error::Gone(_))) => {
@@ -150,8 +151,8 @@ impl Link {
     fn await_next(&self, connection: u64) -> bool {
         let must_wait =
             |state: &mut State| state.connections == connection && !state.is_over && !state.is_closing;
-        let state = self.has_changed.wait_while(lock(&self.state), must_wait);
-        let state = state.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
+        self.has_changed.wait_while(&mut state, must_wait);
         !state.is_over && !state.is_closing
     }
 
@@ -160,7 +161,7 @@ impl Link {
     /// # Errors
     /// If it is mapped already, perhaps by another thread, or was lost and not dropped yet.
     pub fn hold(&self, id: u64, address: usize, bytes: usize, tenure: Tenure) -> Result<(), Error> {
-        match lock(&self.held).entry(id) {
+        match self.held.lock().entry(id) {
             Entry::Vacant(free) => {
                 free.insert(Held { address, bytes, tenure, armed: None });
                 Ok(())
@@ -173,7 +174,7 @@ impl Link {
 
     /// That of a segment that is mapped.
     pub fn tenure(&self, id: u64) -> Tenure {
-        lock(&self.held).get(&id).map(|held| held.tenure).unwrap_or_default()
+        self.held.lock().get(&id).map(|held| held.tenure).unwrap_or_default()
     }
 
     /// It is mapped.
@@ -181,8 +182,8 @@ impl Link {
     /// # Errors
     /// If the process has lost its segments meanwhile.
     pub fn confirm(&self, id: u64) -> Result<(), Error> {
-        let held = lock(&self.held);
-        if lock(&self.state).is_over {
+        let held = self.held.lock();
+        if self.state.lock().is_over {
             held.get(&id).iter().for_each(|segment| segment.revoke());
             return Err(Error::Failed("no agent has come in time, and all segments are lost".into()));
         }
@@ -191,7 +192,7 @@ impl Link {
 
     /// Has the agent at the other end of `arrivals` serve the faults of a mapping.
     pub fn serve(&self, id: u64, uffd: OwnedFd, pulls: bool, arrivals: &OwnedFd) -> Result<(), Error> {
-        let mut held = lock(&self.held);
+        let mut held = self.held.lock();
         let Some(segment) = held.get_mut(&id) else { return Err(Error::Answer) };
         let faults = Arc::new(PageFaults::new(uffd, segment.address, segment.bytes));
         // If the agent has ended, its next process is asked.
@@ -202,7 +203,7 @@ impl Link {
 
     /// A segment is unmapped.
     pub fn release(&self, id: u64) {
-        lock(&self.held).remove(&id);
+        self.held.lock().remove(&id);
     }
 
     /// Connects again whenever the agent ends.
@@ -211,7 +212,7 @@ impl Link {
             let until = self.await_end(&ends);
             // Calls that wait for an answer learn of it, if only one has ended.
             ends.shut_down();
-            let is_closing = lock(&self.state).is_closing;
+            let is_closing = self.state.lock().is_closing;
             match (is_closing, self.reconnect(until)) {
                 (false, Some(next)) => ends = next,
                 _ => return self.give_up(),
@@ -222,7 +223,7 @@ impl Link {
     /// Waits until the agent has ended, or has not answered for the grace time. Returns the end of
     /// the grace time after its latest answer.
     fn await_end(&self, ends: &Ends) -> BootInstant {
-        let mut deadline = AnswerDeadline::new(lock(&self.state).grace, ends.asked);
+        let mut deadline = AnswerDeadline::new(self.state.lock().grace, ends.asked);
         let pulse = &ends.pulse;
         loop {
             let mut ends = [
@@ -257,14 +258,14 @@ impl Link {
     /// no segments any more.
     fn reconnect(&self, until: BootInstant) -> Option<Arc<Ends>> {
         loop {
-            let is_closing = lock(&self.state).is_closing;
+            let is_closing = self.state.lock().is_closing;
             if is_closing || BootInstant::now() >= until {
                 return None;
             }
             // Whatever an answer has brought is mapped and held once the lines are free. The
             // connections have ended, so no further answer comes.
-            drop((lock(&self.calls), lock(&self.arrivals)));
-            let held = lock(&self.held).iter().map(|(id, held)| (*id, held.tenure)).collect();
+            drop((self.calls.lock(), self.arrivals.lock()));
+            let held = self.held.lock().iter().map(|(id, held)| (*id, held.tenure)).collect();
             match Connections::open(&self.agent, &self.process, held, Some(until)) {
                 Ok(next) => return self.install(next),
                 Err(_) => self.read_events(),
@@ -279,10 +280,10 @@ impl Link {
 
     /// Goes on with the next connections; `None` if the process wants no segments any more.
     fn install(&self, next: Connections) -> Option<Arc<Ends>> {
-        let (mut calls, mut arrivals) = (lock(&self.calls), lock(&self.arrivals));
+        let (mut calls, mut arrivals) = (self.calls.lock(), self.arrivals.lock());
         self.go_on(&next);
         (*calls, *arrivals) = (next.calls, next.arrivals);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.is_closing {
             return None;
         }
@@ -295,7 +296,7 @@ impl Link {
 
     /// Has the new agent serve the faults, and gives up what it does not have.
     fn go_on(&self, next: &Connections) {
-        for (id, segment) in lock(&self.held).iter() {
+        for (id, segment) in self.held.lock().iter() {
             match &segment.armed {
                 _ if !next.still_held.contains(id) && !next.awaited.contains(id) => segment.revoke(),
                 Some(Armed { faults, pulls }) => {
@@ -310,7 +311,7 @@ impl Link {
     /// A thread that moves a mapping waits until its event is read. Threads whose touches are read
     /// are woken by the next agent.
     fn read_events(&self) {
-        let armed: Vec<_> = lock(&self.held).values().filter_map(|held| held.armed.clone()).collect();
+        let armed: Vec<_> = self.held.lock().values().filter_map(|held| held.armed.clone()).collect();
         let mut touches = Vec::new();
         for Armed { faults, .. } in armed {
             let _has_ended = faults.read(&mut touches);
@@ -320,15 +321,15 @@ impl Link {
     /// The process loses its segments.
     fn give_up(&self) {
         {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.is_over = true;
             self.has_changed.notify_all();
             if state.is_closing {
                 return;
             }
         }
-        lock(&self.held).values().for_each(Held::revoke);
-        while !lock(&self.state).is_closing {
+        self.held.lock().values().for_each(Held::revoke);
+        while !self.state.lock().is_closing {
             self.read_events();
             pause();
         }
@@ -358,8 +359,4 @@ impl Held {
 pub(super) fn pause() {
     let tick = Timespec::try_from(TICK).unwrap_or_default();
     let _time = poll(&mut [], Some(&tick));
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -4,7 +4,6 @@ use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::wire::{self, DirectoryRequest, DirectoryResponse};
@@ -12,6 +11,7 @@ use super::{frame, socket};
 use crate::core::check;
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{Directory, DirectoryError, Watch};
+use parking_lot::Mutex;
 
 /// How long a call waits for its answer. A server with a working disk needs milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -39,7 +39,7 @@ pub fn connect(path: &Path) -> Result<DirectoryClient, DirectoryError> {
 
 impl DirectoryClient {
     fn call(&self, request: &DirectoryRequest) -> Result<DirectoryResponse, DirectoryError> {
-        let mut slot = self.connection.lock().expect("no thread panics while it holds the lock");
+        let mut slot = self.connection.lock();
         // Without a pending request, a readable stream has ended.
         let mut stream = match slot.take().filter(|stream| !socket::is_readable(stream)) {
             Some(stream) => stream,

@@ -7,10 +7,11 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use rustix::event::EventfdFlags;
 
 use super::wire::{self, DirectoryRequest, DirectoryResponse};
@@ -87,7 +88,7 @@ impl DirectoryServer {
     /// # Errors
     /// [`DirectoryError::Storage`].
     pub fn is_used(&self) -> Result<bool, DirectoryError> {
-        Ok(!self.shared.lock().open.is_empty() || self.directory.engine.has_leases()?)
+        Ok(!self.shared.connections.lock().open.is_empty() || self.directory.engine.has_leases()?)
     }
 
     /// Does not delete the socket's file at the end: it is deleted already, and another server may
@@ -104,24 +105,17 @@ impl Drop for DirectoryServer {
         if let Some(acceptor) = self.acceptor.take() {
             let _panicked = acceptor.join();
         }
-        let mut connections = self.shared.lock();
+        let mut connections = self.shared.connections.lock();
         connections.is_stopping = true;
         for stream in connections.open.values() {
             let _gone = stream.shutdown(std::net::Shutdown::Both);
         }
         while !connections.open.is_empty() {
-            connections =
-                self.shared.ended.wait(connections).expect("no thread panics while it holds the lock");
+            self.shared.ended.wait(&mut connections);
         }
         if let Some(socket) = &self.socket {
             let _missing = std::fs::remove_file(socket);
         }
-    }
-}
-
-impl ServerShared {
-    fn lock(&self) -> MutexGuard<'_, OpenConnections> {
-        self.connections.lock().expect("no thread panics while it holds the lock")
     }
 }
 
@@ -157,7 +151,7 @@ fn start_connection(shared: &Arc<ServerShared>, directory: EmbeddedDirectory, mu
     if set_timeouts(&stream, shared.options.stall_timeout).is_err() {
         return;
     }
-    let mut connections = shared.lock();
+    let mut connections = shared.connections.lock();
     let connections_max = shared.options.connections_max;
     if connections.is_stopping || connections.open.len() >= connections_max {
         drop(connections);
@@ -185,7 +179,7 @@ fn start_connection(shared: &Arc<ServerShared>, directory: EmbeddedDirectory, mu
 }
 
 fn remove_connection(shared: &ServerShared, id: u64) {
-    shared.lock().open.remove(&id);
+    shared.connections.lock().open.remove(&id);
     shared.ended.notify_all();
 }
 

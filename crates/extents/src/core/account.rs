@@ -1,13 +1,14 @@
 //! A user's quota over all its sessions, and the limits on tries of unknown keys.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::Tenant;
 use aquifer_report::UserStatistics;
+use parking_lot::{Mutex, MutexGuard};
 
 /// Sessions that a user can have at a time.
 pub(crate) const SESSIONS_PER_USER_MAX: u32 = 64;
@@ -153,7 +154,7 @@ impl UserAccount {
     }
 
     fn tries(&self) -> MutexGuard<'_, UserTries> {
-        self.tries.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tries.lock()
     }
 }
 
@@ -166,13 +167,13 @@ pub(crate) struct UserAccounts(Mutex<BTreeMap<u32, Arc<UserAccount>>>);
 impl UserAccounts {
     /// The account of a user, which is created if it does not exist.
     pub fn of(&self, tenant: Tenant) -> Arc<UserAccount> {
-        let mut accounts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut accounts = self.0.lock();
         Arc::clone(accounts.entry(tenant.0).or_insert_with(|| Arc::new(UserAccount::new(tenant))))
     }
 
     /// All accounts, by user.
     pub fn all(&self) -> Vec<Arc<UserAccount>> {
-        let accounts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let accounts = self.0.lock();
         accounts.values().map(Arc::clone).collect()
     }
 }

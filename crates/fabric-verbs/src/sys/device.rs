@@ -3,8 +3,8 @@
 use std::ffi::CStr;
 use std::io;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use rdma_mummy_sys as sys;
 
 /// The capabilities that a device reports.
@@ -76,7 +76,7 @@ impl Device {
     /// # Errors
     /// If the device cannot be queried, or gives no protection domain.
     pub unsafe fn of(context: *mut sys::ibv_context) -> io::Result<&'static Self> {
-        let mut in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut in_use = IN_USE.lock();
         if let Some(device) = in_use.iter().find(|device| device.context == context) {
             return Ok(device);
         }

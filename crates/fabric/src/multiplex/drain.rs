@@ -25,7 +25,7 @@ impl DrainHandle for MultiplexedDrain {
     fn drain(&mut self) -> Result<(), EndpointError> {
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         loop {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.state.lock();
             state.collect(None);
             if state.endpoint.is_broken() {
                 // Completed as failed, and unknown to be done: the target must confirm.

@@ -3,9 +3,10 @@
 use std::fmt::Debug;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::background::BackgroundTask;
@@ -67,17 +68,13 @@ impl SharedDrain {
 
     pub fn is_drained(&self) -> bool {
         // A thread that is draining holds the lock for long, and is not done.
-        self.0.try_lock().is_ok_and(|left| left.is_drained)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, DrainState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.try_lock().is_some_and(|left| left.is_drained)
     }
 }
 
 impl DrainHandle for SharedDrain {
     fn drain(&mut self) -> Result<(), EndpointError> {
-        let mut left = self.lock();
+        let mut left = self.0.lock();
         if !left.is_drained {
             left.drain.drain()?;
             left.is_drained = true;

@@ -8,11 +8,12 @@ use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::process::{Signal, pidfd_send_signal};
 
 use super::ShmOptions;
@@ -21,17 +22,16 @@ use super::handshake::{RegionRequest, ShmRegion, ShmUnits};
 use super::inboxes::Inboxes;
 use super::mailbox::MessageRing;
 use super::socket::{self, PeerProcess};
-use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
 use crate::handshake::RefusalReason;
-use crate::key_table::KeyTable;
 use crate::keys::admits;
 use crate::memory::u64_from;
-use crate::tables::{RegisteredRegion, Registration, TargetTables};
+use crate::registration::Registration;
+use crate::tables::{RegisteredRegion, TargetTables};
 use crate::target::{
-    Access, EndpointNumber, Host, Identity, Region, Scope, Sender, Target, TargetError, Tenant, WindowSpec,
+    EndpointNumber, Host, Identity, Region, Sender, Target, TargetError, Tenant, WindowSpec,
 };
-use crate::unit_map::{RegionMemory, UnitMap};
+use crate::unit_map::RegionMemory;
 use crate::wake::WakeFd;
 use crate::work::Key;
 
@@ -274,35 +274,13 @@ impl ShmShared {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, ShmTargetState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
 impl Target for ShmTarget {
-    fn register_with(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-        table: Option<KeyTable>,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        self.shared.register(Registration { memory, map: None, access, scope, table, key })
-    }
-
-    fn register_movable(
-        &self,
-        memory: Arc<Memory>,
-        map: UnitMap,
-        access: Access,
-        scope: Scope,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        self.shared.register(Registration { memory, map: Some(map), access, scope, table: None, key })
-    }
-
-    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
-        self.shared.lock().tables.remap(addr, from, len)
+    fn register_as(&self, new: Registration) -> Result<Region, TargetError> {
+        self.shared.register(new)
     }
 
     fn deregister(&self, region: Key) -> Result<(), TargetError> {

@@ -4,8 +4,9 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::wake::WakeFd;
@@ -45,7 +46,7 @@ static WATCHER: OnceLock<Result<Arc<SocketWatcher>, i32>> = OnceLock::new();
 pub(super) fn watch(peer_socket: &Arc<PeerSocket>) -> io::Result<()> {
     let watcher = WATCHER.get_or_init(|| start().map_err(|e| e.raw_os_error().unwrap_or(0)));
     let watcher = watcher.as_ref().map_err(|&errno| io::Error::from_raw_os_error(errno))?;
-    watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(peer_socket));
+    watcher.sockets.lock().push(Arc::clone(peer_socket));
     watcher.wake.wake();
     Ok(())
 }
@@ -60,7 +61,7 @@ fn start() -> io::Result<Arc<SocketWatcher>> {
 
 fn run(watcher: &SocketWatcher) {
     loop {
-        let sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let sockets = watcher.sockets.lock().clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
         // Messages of the target are received by the endpoint that asked for them.
         let events = PollFlags::RDHUP;
@@ -83,7 +84,7 @@ fn run(watcher: &SocketWatcher) {
                 peer_socket.is_hung_up.store(true, Ordering::SeqCst);
             }
         }
-        let mut sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sockets = watcher.sockets.lock();
         sockets.retain(|peer_socket| !peer_socket.is_hung_up());
     }
 }

@@ -1,12 +1,12 @@
 //! The initiator's end of a simulated connection.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::lock;
 use super::world::FabricWorld;
 use crate::Memory;
 use crate::target::Region;
 use crate::work::{Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, PostError, Work};
+use parking_lot::Mutex;
 
 /// One connection to a [`super::SimTarget`].
 #[derive(Debug)]
@@ -19,11 +19,11 @@ pub struct SimEndpoint {
 
 impl Endpoint for SimEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        lock(&self.world).post(self.id, batch)
+        self.world.lock().post(self.id, batch)
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        let mut world = lock(&self.world);
+        let mut world = self.world.lock();
         let link = &world.links[self.id];
         let is_waiting = world.options.step_on_poll && link.done.is_empty() && link.is_busy();
         if is_waiting && world.next_event_ns().is_some_and(|next_ns| next_ns <= world.polled_until_ns) {
@@ -37,11 +37,11 @@ impl Endpoint for SimEndpoint {
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
         let limit = self.limits.local_regions_max;
-        lock(&self.world).links[self.id].locals.add(memory, limit)
+        self.world.lock().links[self.id].locals.add(memory, limit)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        let message = lock(&self.world).links[self.id].inbox.pop_front();
+        let message = self.world.lock().links[self.id].inbox.pop_front();
         message.inspect(|message| out.extend_from_slice(message)).is_some()
     }
 
@@ -54,11 +54,11 @@ impl Endpoint for SimEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        lock(&self.world).links[self.id].is_broken()
+        self.world.lock().links[self.id].is_broken()
     }
 
     fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
-        let is_busy = lock(&self.world).links[self.id].is_busy();
+        let is_busy = self.world.lock().links[self.id].is_busy();
         is_busy.then(|| {
             Box::new(SimDrain { world: Arc::clone(&self.world), id: self.id }) as Box<dyn DrainHandle>
         })
@@ -74,12 +74,12 @@ struct SimDrain {
 
 impl DrainHandle for SimDrain {
     fn drain(&mut self) -> Result<(), EndpointError> {
-        lock(&self.world).drop_strays(self.id)
+        self.world.lock().drop_strays(self.id)
     }
 }
 
 impl Drop for SimEndpoint {
     fn drop(&mut self) {
-        lock(&self.world).close(self.id);
+        self.world.lock().close(self.id);
     }
 }

@@ -16,10 +16,11 @@ pub use rng::Rng;
 pub use target::SimTarget;
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::target::{Host, Identity};
 use crate::work::{Endpoint, EndpointError, Limits};
+use parking_lot::Mutex;
 use world::FabricWorld;
 
 /// A memory node of a simulated fabric.
@@ -79,7 +80,7 @@ impl SimFabric {
     /// Adds a memory node.
     #[must_use]
     pub fn add_node(&self) -> SimTarget {
-        SimTarget { world: Arc::clone(&self.world), node: self.lock().add_node() }
+        SimTarget { world: Arc::clone(&self.world), node: self.world.lock().add_node() }
     }
 
     /// Connects to a node. This takes no virtual time.
@@ -95,7 +96,7 @@ impl SimFabric {
     /// # Errors
     /// The errors of [`Self::connect`].
     pub fn connect_endpoint(&self, node: SimNodeId, who: Identity) -> Result<SimEndpoint, EndpointError> {
-        let mut world = self.lock();
+        let mut world = self.world.lock();
         let (id, regions) = world.connect(node, who)?;
         let limits = world.options.limits;
         drop(world);
@@ -104,7 +105,7 @@ impl SimFabric {
 
     /// Plays the next event. Returns false if there is none.
     pub fn step(&self) -> bool {
-        self.lock().step()
+        self.world.lock().step()
     }
 
     /// Plays all events.
@@ -115,18 +116,18 @@ impl SimFabric {
     /// Virtual time, in nanoseconds.
     #[must_use]
     pub fn now_ns(&self) -> u64 {
-        self.lock().now_ns
+        self.world.lock().now_ns
     }
 
     /// The time of the next event.
     #[must_use]
     pub fn next_event_ns(&self) -> Option<u64> {
-        self.lock().next_event_ns()
+        self.world.lock().next_event_ns()
     }
 
     /// Plays all events up to and including a time, and sets the clock to it.
     pub fn advance_to(&self, time_ns: u64) {
-        let mut world = self.lock();
+        let mut world = self.world.lock();
         while world.next_event_ns().is_some_and(|next| next <= time_ns) {
             world.step();
         }
@@ -136,53 +137,45 @@ impl SimFabric {
     /// Crashes a node. A random prefix of each endpoint's operations in flight has taken effect.
     /// The endpoints notice after a while.
     pub fn crash_node(&self, node: SimNodeId) {
-        self.lock().crash_node(node);
+        self.world.lock().crash_node(node);
     }
 
     /// Restarts a crashed node with its memory and its keys, but without its fences.
     pub fn restart_node(&self, node: SimNodeId) {
-        self.lock().restart_node(node);
+        self.world.lock().restart_node(node);
     }
 
     /// Crashes a host. A random prefix of each endpoint's operations is on the wire and takes
     /// effect later. The rest never does.
     pub fn crash_host(&self, host: Host) {
-        self.lock().crash_host(host);
+        self.world.lock().crash_host(host);
     }
 
     /// Cuts or restores the link between a host and a node. Operations that meet a cut link end
     /// with [`crate::WorkError::Timeout`].
     pub fn partition(&self, host: Host, node: SimNodeId, cut: bool) {
-        self.lock().partition(host, node, cut);
+        self.world.lock().partition(host, node, cut);
     }
 
     /// Stops the process of a node, or resumes it. Operations wait for a stopped node, and end with
     /// [`crate::WorkError::Timeout`] if it is not resumed in time. Attempts to connect time out.
     pub fn stop_node(&self, node: SimNodeId, is_stopped: bool) {
-        self.lock().stop_node(node, is_stopped);
+        self.world.lock().stop_node(node, is_stopped);
     }
 
     /// With [`SimOptions::step_on_poll`], plays no event after this time when an endpoint is
     /// polled.
     pub fn limit_polls(&self, until_ns: u64) {
-        self.lock().polled_until_ns = until_ns;
+        self.world.lock().polled_until_ns = until_ns;
     }
 
     /// Multiplies the delays of everything that a host posts from now on; 1 is normal.
     pub fn slow(&self, host: Host, factor: u64) {
-        self.lock().slow(host, factor);
+        self.world.lock().slow(host, factor);
     }
 
     /// Multiplies the delays of everything that is posted to a node from now on; 1 is normal.
     pub fn slow_node(&self, node: SimNodeId, factor: u64) {
-        self.lock().slow_node(node, factor);
+        self.world.lock().slow_node(node, factor);
     }
-
-    fn lock(&self) -> MutexGuard<'_, FabricWorld> {
-        lock(&self.world)
-    }
-}
-
-fn lock(world: &Mutex<FabricWorld>) -> MutexGuard<'_, FabricWorld> {
-    world.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,18 +1,18 @@
 //! The owner's end of a simulated node.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
+use super::SimNodeId;
 use super::world::{FabricWorld, SimNode, SimRegion};
-use super::{SimNodeId, lock};
-use crate::Memory;
-use crate::key_table::{KeyTable, PlacedTable};
+use crate::key_table::PlacedTable;
 use crate::keys::split;
-use crate::tables::Registration;
-use crate::target::{Access, EndpointNumber, Host, Region, Scope, Sender, Target, TargetError, WindowSpec};
-use crate::unit_map::{RegionMemory, UnitMap};
+use crate::registration::Registration;
+use crate::target::{EndpointNumber, Host, Region, Sender, Target, TargetError, WindowSpec};
+use crate::unit_map::RegionMemory;
 use crate::work::Key;
+use parking_lot::{Mutex, MutexGuard};
 
 /// A memory node of a [`super::SimFabric`].
 #[derive(Clone, Debug)]
@@ -42,43 +42,14 @@ impl SimTarget {
     }
 
     fn with<T>(&self, action: impl FnOnce(&mut SimNode) -> T) -> T {
-        let mut world: MutexGuard<'_, FabricWorld> = lock(&self.world);
+        let mut world: MutexGuard<'_, FabricWorld> = self.world.lock();
         action(&mut world.nodes[self.node.0])
     }
 }
 
 impl Target for SimTarget {
-    fn register_with(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-        table: Option<KeyTable>,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        self.register(Registration { memory, map: None, access, scope, table, key })
-    }
-
-    fn register_movable(
-        &self,
-        memory: Arc<Memory>,
-        map: UnitMap,
-        access: Access,
-        scope: Scope,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        self.register(Registration { memory, map: Some(map), access, scope, table: None, key })
-    }
-
-    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
-        let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
-        self.with(|node| {
-            let Some((slot, base)) = node.space.find(addr, len) else { return Err(out_of_range) };
-            match node.regions.get(&slot).map(|registered| &registered.memory) {
-                Some(RegionMemory { memory, map: Some(map) }) => map.remap(memory, addr - base, from, len),
-                _ => Err(out_of_range),
-            }
-        })
+    fn register_as(&self, new: Registration) -> Result<Region, TargetError> {
+        self.register(new)
     }
 
     fn deregister(&self, region: Key) -> Result<(), TargetError> {
@@ -131,7 +102,7 @@ impl Target for SimTarget {
     }
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Sender> {
-        let mut world = lock(&self.world);
+        let mut world = self.world.lock();
         let (id, message) = world.nodes[self.node.0].inbox.pop_front()?;
         let link = &mut world.links[id];
         link.waiting_at_node -= 1;
@@ -141,7 +112,7 @@ impl Target for SimTarget {
 
     /// Plays events until there is a message, for at most `timeout` of virtual time.
     fn wait(&self, timeout: Duration) {
-        let mut world = lock(&self.world);
+        let mut world = self.world.lock();
         let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
         let until_ns = world.now_ns.saturating_add(timeout_ns);
         while world.nodes[self.node.0].inbox.is_empty() {
@@ -156,16 +127,16 @@ impl Target for SimTarget {
     }
 
     fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
-        let mut world = lock(&self.world);
+        let mut world = self.world.lock();
         let id = usize::try_from(to.0).ok().filter(|id| *id < world.links.len());
         id.is_some_and(|id| world.send_to(self.node, id, message))
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
-        lock(&self.world).send(self.node, to, message)
+        self.world.lock().send(self.node, to, message)
     }
 
     fn endpoints(&self) -> usize {
-        lock(&self.world).links.iter().filter(|link| link.node == self.node && !link.closed).count()
+        self.world.lock().links.iter().filter(|link| link.node == self.node && !link.closed).count()
     }
 }

@@ -3,8 +3,9 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
+use parking_lot::Mutex;
 use zerocopy::IntoBytes;
 
 use super::counters::TenantTable;
@@ -22,8 +23,9 @@ use crate::handshake::hello::Resume;
 use crate::key_table::{KeyTable, ROW_BYTES};
 use crate::limits::Limits;
 use crate::memory::u64_from;
+use crate::registration::Registration;
 use crate::sessions::PeerSessions;
-use crate::tables::{RegisteredRegion, Registration, TargetTables};
+use crate::tables::{RegisteredRegion, TargetTables};
 use crate::target::{Access, Host, Identity, Scope, Tenant, WindowSpec};
 use crate::wake::WakeFd;
 use crate::work::Key;

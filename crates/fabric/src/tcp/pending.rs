@@ -4,7 +4,9 @@
 //! when there are too many: first of the same address, then of all.
 
 use std::net::{IpAddr, Shutdown, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 /// All unfinished handshakes of a target. One address has at most half of them.
 #[derive(Clone, Debug)]
@@ -53,7 +55,7 @@ pub(super) struct PendingHandshake {
 
 impl Drop for PendingHandshake {
     fn drop(&mut self) {
-        self.all.lock().end(self.number);
+        self.all.0.lock().end(self.number);
     }
 }
 
@@ -69,17 +71,13 @@ impl PendingHandshakes {
     /// If there is no descriptor.
     pub fn begin(&self, stream: &TcpStream, address: IpAddr) -> std::io::Result<PendingHandshake> {
         let copy = stream.try_clone()?;
-        let (number, displaced) = self.lock().begin(address, copy);
+        let (number, displaced) = self.0.lock().begin(address, copy);
         if let Some(displaced) = displaced {
             tracing::warn!(%address, "ended an unfinished handshake: there are too many");
             // Its thread reads the end and closes the connection. It may just have done so.
             let _ = displaced.shutdown(Shutdown::Both);
         }
         Ok(PendingHandshake { all: self.clone(), number })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Handshakes<TcpStream>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

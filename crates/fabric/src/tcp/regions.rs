@@ -1,11 +1,11 @@
 //! The regions of a target as its serving threads find them, without a lock.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
-use super::target::lock;
 use crate::key_table::PlacedTable;
 use crate::unit_map::RegionMemory;
+use parking_lot::Mutex;
 
 /// The address, memory and key table of a region.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl SharedRegions {
     }
 
     fn change_tables(&self, change: impl FnOnce(&mut Vec<TableRange>)) {
-        let mut tables = lock(&self.tables);
+        let mut tables = self.tables.lock();
         let mut changed = tables.to_vec();
         change(&mut changed);
         changed.sort_unstable();
@@ -116,7 +116,7 @@ impl TableIndex {
     #[inline]
     pub fn find(&mut self, regions: &SharedRegions, addr: u64) -> Option<usize> {
         if regions.version.load(Ordering::Acquire) != self.version {
-            let tables = lock(&regions.tables);
+            let tables = regions.tables.lock();
             self.version = regions.version.load(Ordering::Acquire);
             self.tables = Arc::clone(&tables);
         }

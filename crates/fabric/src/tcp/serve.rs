@@ -3,10 +3,11 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
@@ -16,7 +17,7 @@ use super::Rate;
 use super::busy_poll::BusyPoll;
 use super::connection::{ServedConnection, TurnBuffers};
 use super::session::{ANSWERS_BYTES_MAX, TcpSession};
-use super::target::{TcpPeer, TcpShared, lock};
+use super::target::{TcpPeer, TcpShared};
 use super::wire::{self, AnswerHead};
 use crate::handshake::secure::RecordCipher;
 use crate::wake::WakeFd;
@@ -68,13 +69,13 @@ impl ServeHandle {
     /// Has the thread send the messages of a session, or close its connection if it is stale.
     pub fn notify(&self, peer: &TcpPeer) {
         if !peer.own.is_notified.swap(true, Ordering::SeqCst) {
-            lock(&self.notified).push(peer.slot);
+            self.notified.lock().push(peer.slot);
         }
         self.wake();
     }
 
     pub fn add(&self, accepted: AcceptedConnection) {
-        lock(&self.accepted).push(accepted);
+        self.accepted.lock().push(accepted);
         self.wake();
     }
 }
@@ -237,8 +238,8 @@ impl ServeThread {
     fn handle_wake(&mut self) {
         let handle = &self.shared.handles[self.number];
         handle.wake.clear();
-        let accepted = std::mem::take(&mut *lock(&handle.accepted));
-        let notified = std::mem::take(&mut *lock(&handle.notified));
+        let accepted = std::mem::take(&mut *handle.accepted.lock());
+        let notified = std::mem::take(&mut *handle.notified.lock());
         for accepted in accepted {
             self.add_connection(accepted);
         }
@@ -318,7 +319,7 @@ impl ServeThread {
             if may_serve && is_limited {
                 let now = Instant::now();
                 let tenant = connection.session.who.tenant;
-                let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
+                let wait = self.shared.limiter.lock().charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
                 self.paused.extend(connection.paused_until.map(|until| (until, at)));
             }

@@ -6,7 +6,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,21 +18,20 @@ use super::regions::{RegionMapping, SharedRegions};
 use super::serve::{ServeHandle, ServeThread};
 use super::session::TcpSession;
 use super::stream::avoid_pacing;
-use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
 use crate::handshake::hello::SessionId;
 use crate::handshake::{ClusterKey, PARKED_TIMEOUT};
 use crate::inbox::Inbox;
-use crate::key_table::KeyTable;
+use crate::registration::Registration;
 use crate::sessions::{self, PeerSessions};
-use crate::tables::{RegisteredRegion, Registration, TargetTables};
+use crate::tables::{RegisteredRegion, TargetTables};
 use crate::target::{
-    Access, EndpointNumber, Host, MessageHandler, Region, Scope, Sender, Target, TargetError, Tenant,
-    TenantCounters, WindowSpec,
+    EndpointNumber, Host, MessageHandler, Region, Sender, Target, TargetError, Tenant, TenantCounters,
+    WindowSpec,
 };
-use crate::unit_map::UnitMap;
 use crate::wake::WakeFd;
 use crate::work::Key;
+use parking_lot::{Mutex, MutexGuard};
 
 /// The time for which a stopping target waits for an operation in flight.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -211,7 +210,7 @@ impl std::fmt::Debug for TcpShared {
 
 impl TcpShared {
     pub fn lock(&self) -> MutexGuard<'_, TcpTargetState> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     fn register(&self, new: Registration) -> Result<Region, TargetError> {
@@ -284,30 +283,8 @@ impl TcpTargetState {
 }
 
 impl Target for TcpTarget {
-    fn register_with(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-        table: Option<KeyTable>,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        self.shared.register(Registration { memory, map: None, access, scope, table, key })
-    }
-
-    fn register_movable(
-        &self,
-        memory: Arc<Memory>,
-        map: UnitMap,
-        access: Access,
-        scope: Scope,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        self.shared.register(Registration { memory, map: Some(map), access, scope, table: None, key })
-    }
-
-    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
-        self.shared.lock().tables.remap(addr, from, len)
+    fn register_as(&self, new: Registration) -> Result<Region, TargetError> {
+        self.shared.register(new)
     }
 
     fn deregister(&self, region: Key) -> Result<(), TargetError> {
@@ -377,10 +354,6 @@ impl Target for TcpTarget {
         state.peers.iter().for_each(|peer| served.add(peer.who.tenant, peer.own.counters.served()));
         served.into_vec()
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use aquifer_fabric::{
-    Access, Host, Identity, Key, KeyEntry, KeyTable, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
-    TargetError, Tenant, Verb, WindowSpec, Work, WorkError,
+    Access, Host, Identity, Key, KeyEntry, KeyTable, LocalKey, LocalSlice, Memory, Region, Registration,
+    RemoteAddr, Scope, TargetError, Tenant, Verb, WindowSpec, Work, WorkError,
 };
 
 use super::harness::{Harness, REGION_BYTES, WHO, signalled};
@@ -148,13 +148,8 @@ const ENTRIES_AT: u64 = 4096;
 fn keyed<H: Harness>(harness: &H) -> (Arc<Memory>, Region) {
     let memory = Arc::new(Memory::create("keyed", 4 << 20).unwrap());
     let table = KeyTable { entries_at: ENTRIES_AT, data: ROW..2 * ROW };
-    let registered = harness.target().register_with(
-        Arc::clone(&memory),
-        Access::ALL,
-        Scope::Host(WHO.host),
-        Some(table),
-        None,
-    );
+    let plain = Registration::plain(Arc::clone(&memory), Access::ALL, Scope::Host(WHO.host));
+    let registered = harness.target().register_as(Registration { table: Some(table), ..plain });
     (memory, registered.unwrap())
 }
 
@@ -255,13 +250,8 @@ pub fn a_table_must_fit_its_region<H: Harness>() {
     ];
     for (entries_at, data) in outside {
         let table = KeyTable { entries_at, data };
-        let refused = harness.target().register_with(
-            Arc::clone(&memory),
-            Access::ALL,
-            Scope::Anyone,
-            Some(table.clone()),
-            None,
-        );
+        let plain = Registration::plain(Arc::clone(&memory), Access::ALL, Scope::Anyone);
+        let refused = harness.target().register_as(Registration { table: Some(table.clone()), ..plain });
         assert!(matches!(refused, Err(TargetError::BadTable { .. })), "{table:?}");
     }
     assert!(harness.target().register(memory, Access::ALL, Scope::Anyone).is_ok(), "nothing was taken up");

@@ -23,7 +23,7 @@ macro_rules! soft_conformance {
         each_test! { $harness;
             movable::accesses_are_translated_unit_by_unit,
             movable::units_that_are_not_there_are_refused,
-            movable::a_remap_moves_addresses_and_keeps_keys,
+            movable::a_stored_word_moves_addresses_and_keeps_keys,
             movable::reads_of_a_batch_find_memory_in_order,
             movable::a_map_must_fit_and_an_old_key_has_its_old_addresses,
             regions::endpoints_use_regions_that_are_registered_later,

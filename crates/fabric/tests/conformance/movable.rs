@@ -2,7 +2,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_fabric::{
-    Access, Memory, Region, RemoteAddr, Scope, TargetError, UnitMap, Verb, WindowSpec, WorkError, unit_map,
+    Access, Memory, Region, Registration, RemoteAddr, Scope, TargetError, UnitMap, Verb, WindowSpec,
+    WorkError, unit_map,
 };
 
 use super::harness::{Harness, WHO, signalled};
@@ -21,8 +22,8 @@ fn movable<H: Harness>(harness: &H) -> (Arc<Memory>, UnitMap, Region) {
     for (unit, place) in [1, 3, 0].into_iter().enumerate() {
         map.store(unit as u64, Some(place * UNIT));
     }
-    let own = Arc::clone(&memory);
-    let region = harness.target().register_movable(own, map.clone(), Access::ALL, Scope::Anyone, None);
+    let plain = Registration::plain(Arc::clone(&memory), Access::ALL, Scope::Anyone);
+    let region = harness.target().register_as(Registration { map: Some(map.clone()), ..plain });
     (memory, map, region.unwrap())
 }
 
@@ -98,11 +99,10 @@ pub fn units_that_are_not_there_are_refused<H: Harness>() {
     assert_eq!(&seen, b"the last");
 }
 
-pub fn a_remap_moves_addresses_and_keeps_keys<H: Harness>() {
+pub fn a_stored_word_moves_addresses_and_keeps_keys<H: Harness>() {
     let harness = H::start();
     let (memory, map, region) = movable(&harness);
     let mut client = harness.client(WHO);
-    let target = harness.target();
     (0..5).for_each(|place: u8| memory.write(usize::from(place) * at(UNIT), &[place; 64]));
     let read = |client: &mut super::harness::SuiteClient<'_, H>, unit: u64| {
         assert_eq!(client.read(region.base + unit * UNIT, region.key, 64), Ok(64));
@@ -112,26 +112,11 @@ pub fn a_remap_moves_addresses_and_keeps_keys<H: Harness>() {
         seen[0]
     };
     assert_eq!([0, 1, 2].map(|unit| read(&mut client, unit)), [1, 3, 0]);
-    target.remap(region.base, 3 * UNIT, 2 * UNIT).unwrap();
-    target.expel(region.base..region.base + 2 * UNIT);
+    map.store(0, Some(3 * UNIT));
+    map.store(1, Some(4 * UNIT));
+    harness.target().expel(region.base..region.base + 2 * UNIT);
     assert_eq!([0, 1, 2].map(|unit| read(&mut client, unit)), [3, 4, 0]);
     assert_eq!((map.offset(0), map.offset(1), map.offset(3)), (Some(3 * UNIT), Some(4 * UNIT), None));
-    let (_, fixed) = harness.region(Access::ALL, Scope::Anyone);
-    for (addr, from, len) in [
-        (fixed.base, 0, UNIT),
-        (region.base + 7 * UNIT, 0, 2 * UNIT),
-        (region.base, 4 * UNIT, 2 * UNIT),
-        (region.base, !4095, UNIT),
-        (0, 0, UNIT),
-    ] {
-        let refused = target.remap(addr, from, len);
-        assert!(matches!(refused, Err(TargetError::OutOfRange { .. })), "{addr:#x} {from:#x} {len:#x}");
-    }
-    for (addr, from, len) in [(region.base + 4096, 0, UNIT), (region.base, 8, UNIT), (region.base, 0, 4096)] {
-        let refused = target.remap(addr, from, len);
-        assert!(matches!(refused, Err(TargetError::NotUnits { .. })), "{addr:#x} {from:#x} {len:#x}");
-    }
-    assert_eq!([0, 1, 2].map(|unit| read(&mut client, unit)), [3, 4, 0], "nothing has changed");
 }
 
 /// A later READ of a batch finds nothing older than an earlier one, however long the earlier is.
@@ -182,7 +167,8 @@ pub fn a_map_must_fit_and_an_old_key_has_its_old_addresses<H: Harness>() {
     let words = Arc::new(Memory::create("words", 4096).unwrap());
     let register = |at, units, unit_bytes, key| {
         let map = UnitMap { words: Arc::clone(&words), at, units, unit_bytes };
-        target.register_movable(Arc::clone(&memory), map, Access::ALL, Scope::Anyone, key)
+        let plain = Registration::plain(Arc::clone(&memory), Access::ALL, Scope::Anyone);
+        target.register_as(Registration { map: Some(map), key, ..plain })
     };
     for (at, units, unit_bytes) in
         [(0, 513, 4096), (4, 1, 4096), (0, 1, 2048), (0, 0, 4096), (0, 1, 256 << 20)]

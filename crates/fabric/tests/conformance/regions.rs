@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use aquifer_fabric::{
-    Access, EndpointError, Host, Identity, Key, KeyEntry, KeyTable, Memory, Region, RemoteAddr, Scope,
-    TargetError, Tenant, UnitMap, Verb, WindowSpec, Work, WorkError,
+    Access, EndpointError, Host, Identity, Key, KeyEntry, KeyTable, Memory, Region, Registration, RemoteAddr,
+    Scope, TargetError, Tenant, UnitMap, Verb, WindowSpec, Work, WorkError,
 };
 
 use super::harness::{Harness, REGION_BYTES, REGIONS_MAX, WHO, WINDOWS_MAX, signalled};
@@ -23,8 +23,8 @@ fn with_table<H: Harness>(harness: &H, key: Key) -> (Arc<Memory>, Region) {
     let memory = Arc::new(Memory::create("keyed", 4 << 20).unwrap());
     let table = KeyTable { entries_at: 4096, data: ROW..2 * ROW };
     memory.atomic_u64(4096).store(KeyEntry::open(key, WHO.tenant).0, Ordering::SeqCst);
-    let own = Arc::clone(&memory);
-    let region = harness.target().register_with(own, Access::ALL, Scope::Host(Host(99)), Some(table), None);
+    let plain = Registration::plain(Arc::clone(&memory), Access::ALL, Scope::Host(Host(99)));
+    let region = harness.target().register_as(Registration { table: Some(table), ..plain });
     (memory, region.unwrap())
 }
 
@@ -146,13 +146,10 @@ pub fn no_access_outlives_its_region<H: Harness>() {
         let words = Arc::new(Memory::create("words", 4096).unwrap());
         let map = UnitMap { words, at: 0, units: 4, unit_bytes: 4096 };
         (0..4).for_each(|unit| map.store(unit, Some(unit * 4096)));
-        let own = Arc::clone(&memory);
         let target = harness.target();
-        let region = if round % 2 == 0 {
-            target.register(own, Access::ALL, Scope::Anyone)
-        } else {
-            target.register_movable(own, map.clone(), Access::ALL, Scope::Anyone, None)
-        };
+        let plain = Registration::plain(Arc::clone(&memory), Access::ALL, Scope::Anyone);
+        let map_of_round = (round % 2 == 1).then(|| map.clone());
+        let region = target.register_as(Registration { map: map_of_round, ..plain });
         let region = region.unwrap();
         let (local, remote) = (client.slice(0, 4096), RemoteAddr { addr: region.base, key: region.key });
         let works: Vec<Work> = (0..8).map(|id| signalled(id, Verb::Write { local, remote })).collect();

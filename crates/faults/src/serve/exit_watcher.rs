@@ -7,8 +7,9 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use rustix::event::epoll;
 
 use super::program::Program;
@@ -43,7 +44,7 @@ impl ProgramExitWatcher {
 
     /// Notifies `program` when `fd` becomes readable.
     pub(crate) fn watch(&self, program: &Arc<Program>, what: WatchedEnd, fd: impl AsFd) {
-        self.lock().insert(program.id, Arc::downgrade(program));
+        self.programs.lock().insert(program.id, Arc::downgrade(program));
         let data = epoll::EventData::new_u64(program.id << 1 | u64::from(what == WatchedEnd::Worker));
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
         if let Err(error) = epoll::add(&self.epoll, fd, data, flags) {
@@ -55,7 +56,7 @@ impl ProgramExitWatcher {
 
     /// Stops watching a program that is no longer served.
     pub(crate) fn unwatch(&self, program: u64) {
-        self.lock().remove(&program);
+        self.programs.lock().remove(&program);
     }
 
     fn run(&self) {
@@ -71,7 +72,7 @@ impl ProgramExitWatcher {
             }
             for event in &events {
                 let (id, is_worker) = (event.data.u64() >> 1, event.data.u64() & 1 == 1);
-                let program = self.lock().get(&id).and_then(Weak::upgrade);
+                let program = self.programs.lock().get(&id).and_then(Weak::upgrade);
                 match program {
                     Some(program) if is_worker => program.mark_exited(),
                     Some(program) => program.mark_process_ended(),
@@ -79,9 +80,5 @@ impl ProgramExitWatcher {
                 }
             }
         }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Weak<Program>>> {
-        self.programs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -50,15 +50,17 @@ mod unserved;
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_channel::HoldRefused;
 use aquifer_channel::descriptor_shares::{DescriptorShares, ShareExceeded};
-use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES};
+use aquifer_ipc::{OpenRun, RunToken, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES};
+use aquifer_keeper::KeeperStore;
 use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
+use parking_lot::Mutex;
 
 pub use attach::AttachError;
 pub use pool_shares::PoolLimits;
@@ -170,18 +172,11 @@ pub trait AgentServices: Send + Sync + Debug {
     /// Closes the sockets of a knock.
     fn end_knock(&self, knock: &KnockName);
 
-    /// Lets the keeper hold descriptors and a record, in place of those with the same kind and
-    /// number.
+    /// The keeper, which outlives the agent.
     ///
-    /// The keeper outlives the agent. As long as it holds a userfaultfd, missing pages never read
-    /// as zeros, and another agent can resume the program.
-    ///
-    /// # Errors
-    /// If the keeper refuses a new item. It refuses none that replaces another.
-    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused>;
-
-    /// Lets the keeper drop what it holds under a kind and number.
-    fn remove_from_keeper(&self, kind: HeldKind, id: u64);
+    /// As long as it holds a userfaultfd, missing pages never read as zeros, and another agent can
+    /// resume the program.
+    fn keeper(&self) -> &dyn KeeperStore;
 }
 
 /// The service that pages all programs of one agent.
@@ -250,7 +245,7 @@ impl PagingService {
             return Err(OpenRunError::Replicas(replicas));
         }
         let descriptors = self.agent.descriptors().charge(tenant, RUN_DESCRIPTORS)?;
-        let mut runs = self.lock();
+        let mut runs = self.runs.lock();
         if runs.len() >= RUNS_MAX {
             return Err(OpenRunError::TooManyRuns);
         }
@@ -269,7 +264,7 @@ impl PagingService {
     /// The run with a token.
     #[must_use]
     pub fn run(&self, token: RunToken) -> Option<Arc<Run>> {
-        self.lock().get(&token).cloned()
+        self.runs.lock().get(&token).cloned()
     }
 
     /// Wakes the programs whose users must free blocks of the mempool.
@@ -283,18 +278,18 @@ impl PagingService {
 
     /// All runs of a tenant.
     pub(crate) fn runs_of(&self, tenant: u32) -> Vec<Arc<Run>> {
-        self.lock().values().filter(|run| run.tenant() == tenant).cloned().collect()
+        self.runs.lock().values().filter(|run| run.tenant() == tenant).cloned().collect()
     }
 
     /// All runs.
     #[must_use]
     pub fn runs(&self) -> Vec<Arc<Run>> {
-        self.lock().values().cloned().collect()
+        self.runs.lock().values().cloned().collect()
     }
 
     /// Removes a run that has ended.
     pub fn close_run(&self, run: &Run) {
-        let mut runs = self.lock();
+        let mut runs = self.runs.lock();
         if runs.remove(&run.token()).is_some() {
             // With the lock held, so that [`Self::tenants`] counts the run exactly once.
             self.ended.add(run);
@@ -306,7 +301,7 @@ impl PagingService {
     /// Statistics of each tenant that has or had a run.
     #[must_use]
     pub fn tenants(&self) -> Vec<TenantStatistics> {
-        let runs = self.lock();
+        let runs = self.runs.lock();
         self.ended.with_runs(runs.values())
     }
 
@@ -318,9 +313,5 @@ impl PagingService {
 
     pub(crate) fn next_program(&self) -> u64 {
         self.next_program.fetch_add(1, Relaxed)
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<RunToken, Arc<Run>>> {
-        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

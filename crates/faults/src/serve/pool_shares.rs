@@ -8,12 +8,13 @@
 //! share of the next user that comes. A user that has less need not leave anything. A user is the
 //! owner of user ids here: one with many subordinate ids has one share.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::size::ByteSize;
 use aquifer_pager::{Allowance, LIMIT_BYTES_MIN, Sender};
+use parking_lot::Mutex;
 
 /// Interval at which a sender asks the nodes what they have free, while that is short:
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
@@ -86,7 +87,7 @@ impl PoolShares {
 
     /// Adds a run.
     fn join(&self, run: u64, owner: u32) -> Arc<Holding> {
-        let mut holdings = self.lock();
+        let mut holdings = self.holdings.lock();
         let user = holdings.iter().find(|other| other.user.owner == owner);
         let user = user.map_or_else(
             || Arc::new(UserBytes { owner, bytes: AtomicU64::new(0) }),
@@ -101,7 +102,7 @@ impl PoolShares {
     /// Removes a run that has ended.
     fn leave(&self, holding: &Arc<Holding>) {
         self.set_bytes(holding, 0);
-        self.lock().retain(|other| !Arc::ptr_eq(other, holding));
+        self.holdings.lock().retain(|other| !Arc::ptr_eq(other, holding));
         self.generation.fetch_add(1, Relaxed);
     }
 
@@ -128,7 +129,7 @@ impl PoolShares {
     /// Bytes that a run must leave free of a pool of `lent_bytes`.
     fn leave_free(&self, holding: &Holding, lent_bytes: u64) -> u64 {
         let (mut larger, mut smaller, size) = (0, 0, holding.size());
-        for other in self.lock().iter() {
+        for other in self.holdings.lock().iter() {
             match other.size().cmp(&size) {
                 std::cmp::Ordering::Greater => larger += 1,
                 std::cmp::Ordering::Less => smaller += 1,
@@ -153,7 +154,7 @@ impl PoolShares {
     fn others_shares(&self, user: &Arc<UserBytes>, share: u64) -> u64 {
         let mut seen = vec![user.owner];
         let mut lacking = if self.limits.serves_all_users { share } else { 0 };
-        for Holding { user: other, .. } in self.lock().iter().map(|holding| &**holding) {
+        for Holding { user: other, .. } in self.holdings.lock().iter().map(|holding| &**holding) {
             if !seen.contains(&other.owner) {
                 seen.push(other.owner);
                 lacking += share.saturating_sub(other.bytes.load(Relaxed));
@@ -166,10 +167,6 @@ impl PoolShares {
     fn allowance(&self, holding: &Holding, leave_free: u64) -> Allowance {
         let left = |quota: u64| quota.saturating_sub(holding.user_bytes());
         Allowance { bytes_max: self.limits.bytes_per_user.map_or(u64::MAX, left), leave_free }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Holding>>> {
-        self.holdings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use aquifer_channel::descriptor_shares::{DescriptorCharge, ShareExceeded};
@@ -12,6 +12,7 @@ use aquifer_channel::kill::kill_as;
 use aquifer_ipc::{HeldKind, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{PAGE_BYTES, PageNumber, Volume};
 use aquifer_report::ProgramStatistics;
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::PagingService;
@@ -212,7 +213,7 @@ impl Program {
     /// A part of a mapping must not stay unregistered: the kernel moves no range of two mappings.
     /// Anything private that was mapped in the room since is served, too, as if it had grown.
     pub(crate) fn register_early(&self, area: Area, room: PageNumber) {
-        let Some(uffd) = lock(&self.uffd).clone() else { return };
+        let Some(uffd) = self.uffd.lock().clone() else { return };
         let registered = uffd.register(area.start, room).or_else(|_| uffd.register(area.start, area.end));
         if let Err(error) = registered {
             tracing::debug!(%error, ?area, "cannot register an area: it has changed");
@@ -239,7 +240,7 @@ impl Program {
 
     /// Gives other threads access to the userfaultfd, see [`Self::register_early`].
     pub(crate) fn share_uffd(&self, uffd: &Userfaultfd) {
-        *lock(&self.uffd) = Some(uffd.clone());
+        *self.uffd.lock() = Some(uffd.clone());
     }
 
     pub(crate) fn report(&self) -> ProgramStatistics {
@@ -309,7 +310,7 @@ impl Program {
 
     /// Passes what the sender has completed to the monitor.
     pub(crate) fn push_sender_event(&self, event: SenderEvent) {
-        lock(&self.sender_events).push_back(event);
+        self.sender_events.lock().push_back(event);
         self.has_sender_events.store(true, SeqCst);
         self.signal();
     }
@@ -318,7 +319,7 @@ impl Program {
     ///
     /// Returns whether it is queued: a second hello is not before the first is handled.
     pub(crate) fn request(&self, request: MonitorRequest) -> bool {
-        let mut requests = lock(&self.requests);
+        let mut requests = self.requests.lock();
         let is_hello = |request: &MonitorRequest| matches!(request, MonitorRequest::Attach(..));
         if is_hello(&request) && requests.iter().any(is_hello) {
             return false;
@@ -336,7 +337,7 @@ impl Program {
         if !self.has_requests.load(Relaxed) || !self.has_requests.swap(false, SeqCst) {
             return Vec::new();
         }
-        std::mem::take(&mut *lock(&self.requests))
+        std::mem::take(&mut *self.requests.lock())
     }
 
     /// Makes the monitor turn, if it sleeps.
@@ -358,7 +359,7 @@ impl Program {
     pub(crate) fn drain_sender_events(&self, out: &mut Vec<SenderEvent>) {
         // The flag is cleared first: an event that comes after the queue was read sets it again.
         if self.has_sender_events.load(Relaxed) && self.has_sender_events.swap(false, SeqCst) {
-            out.extend(lock(&self.sender_events).drain(..));
+            out.extend(self.sender_events.lock().drain(..));
         }
     }
 
@@ -394,10 +395,6 @@ impl Program {
         // There may be nothing to read.
         let _ = rustix::io::read(&self.wakeup, &mut count);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The most programs of one process at once. It has several for a moment when it executes others.
@@ -502,10 +499,10 @@ fn or_remove<E>(
 
 /// Removes a program from its run, the exit watcher and the keeper.
 fn forget_program(run: &Run, program: &Program) {
-    let _closed_at_last = lock(&program.uffd).take();
+    let _closed_at_last = program.uffd.lock().take();
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.unwatch(program.id);
-        service.agent.remove_from_keeper(HeldKind::Program, program.id);
+        service.agent.keeper().release(HeldKind::Program, program.id);
     }
     run.remove(program);
 }
@@ -515,7 +512,7 @@ fn forget_program(run: &Run, program: &Program) {
 /// Its memory may still exist: a thread that has been killed has not ended yet, and another process
 /// may share the memory. Then the userfaultfd stays open, and with it the keeper's.
 pub(super) fn remove_program(run: &Run, program: &Program) {
-    let uffd = lock(&program.uffd).take();
+    let uffd = program.uffd.lock().take();
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.unwatch(program.id);
         let (canary, tenant) = (program.canary(), run.tenant());
@@ -525,7 +522,7 @@ pub(super) fn remove_program(run: &Run, program: &Program) {
                 let memory = UnservedMemory::new(uffd, canary, tenant, true, descriptors);
                 service.unserved.add(&service, memory);
             }
-            _ => service.agent.remove_from_keeper(HeldKind::Program, program.id),
+            _ => service.agent.keeper().release(HeldKind::Program, program.id),
         }
     }
     run.remove(program);

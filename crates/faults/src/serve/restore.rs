@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::descriptor_shares::THREAD_DESCRIPTORS;
@@ -96,7 +96,7 @@ impl PagingService {
         let resumable = runs.values_mut().flat_map(|run| &mut run.resumable);
         takeover::finish(&self.mempool, &used, resumable.map(ResumableProgram::unfinished_batches));
         for id in orphans.into_keys() {
-            self.agent.remove_from_keeper(HeldKind::Orphan, id);
+            self.agent.keeper().release(HeldKind::Orphan, id);
         }
         runs.into_values().filter_map(|run| self.resume_run(run)).collect()
     }
@@ -108,7 +108,7 @@ impl PagingService {
         self.end_programs(programs.iter().map(UnservableProgram::from_kept).collect());
         // The host's entry is the one of this agent by now.
         for kept in others.into_iter().filter(|kept| kept.item.kind != HeldKind::Host) {
-            self.agent.remove_from_keeper(kept.item.kind, kept.item.id);
+            self.agent.keeper().release(kept.item.kind, kept.item.id);
         }
     }
 
@@ -142,12 +142,12 @@ impl PagingService {
             Ok(run) => run,
             Err(error) => {
                 // The keeper still holds all of it, so another agent can resume it.
-                self.unserved_slabs.lock().unwrap_or_else(PoisonError::into_inner).push(kept);
+                self.unserved_slabs.lock().push(kept);
                 tracing::error!(%error, run = record.name, "cannot resume a run");
                 return None;
             }
         };
-        self.lock().insert(run.token(), Arc::clone(&run));
+        self.runs.lock().insert(run.token(), Arc::clone(&run));
         super::unpaged::announce_run(self, run.tenant());
         // The keeper has the run already.
         let _held = run.put_record_in_keeper();
@@ -189,7 +189,7 @@ impl PagingService {
                     self.unserved.add(self, memory);
                 }
                 (None, Some(pidfd)) if is_ready(&pidfd, DEATH_TIMEOUT) => {
-                    self.agent.remove_from_keeper(HeldKind::Program, id);
+                    self.agent.keeper().release(HeldKind::Program, id);
                 }
                 (None, _) => tracing::error!(program = id, "cannot end a program: its record is invalid"),
             }
@@ -299,7 +299,7 @@ impl RecoveringRun {
                 if program.kept.has_unserved_fork(&served) {
                     self.fail("a program of it was killed together with the agent while it forked".into());
                 }
-                service.agent.remove_from_keeper(HeldKind::Program, id);
+                service.agent.keeper().release(HeldKind::Program, id);
                 // That it has ended may be what a hostile program says.
                 close_in_thread(program);
                 continue;

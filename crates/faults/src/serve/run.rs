@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use aquifer_channel::HoldRefused;
@@ -13,6 +13,7 @@ use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_latency::LatencyHistogram;
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics, UnpagedProcess};
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::process::{ProgramProcess, has_ended};
@@ -223,7 +224,7 @@ impl Run {
 
     /// Sets which of its processes are not paged now.
     pub(crate) fn set_unpaged(&self, unpaged: Vec<UnpagedProcess>) {
-        *self.unpaged.lock().unwrap_or_else(PoisonError::into_inner) = unpaged;
+        *self.unpaged.lock() = unpaged;
     }
 
     /// User that the run belongs to.
@@ -266,19 +267,19 @@ impl Run {
     /// Whether a process belongs to the run or has started it.
     #[must_use]
     pub fn has_process(&self, pid: u32) -> bool {
-        self.owner.pid == pid || self.lock().iter().any(|program| program.pid() == pid)
+        self.owner.pid == pid || self.programs.lock().iter().any(|program| program.pid() == pid)
     }
 
     /// The programs that are alive.
     #[must_use]
     pub fn programs(&self) -> Vec<Arc<Program>> {
-        self.lock().clone()
+        self.programs.lock().clone()
     }
 
     /// Number of programs that are alive.
     #[must_use]
     pub fn program_count(&self) -> usize {
-        self.lock().len()
+        self.programs.lock().len()
     }
 
     /// Number of programs since the start of the run.
@@ -289,7 +290,7 @@ impl Run {
 
     /// Adds a program; false if the run has [`PROGRAMS_MAX`].
     pub(crate) fn add(&self, program: &Arc<Program>) -> bool {
-        let mut programs = self.lock();
+        let mut programs = self.programs.lock();
         if programs.len() >= PROGRAMS_MAX {
             return false;
         }
@@ -300,7 +301,7 @@ impl Run {
 
     /// Removes a program and keeps its statistics.
     pub(crate) fn remove(&self, program: &Program) {
-        let mut programs = self.lock();
+        let mut programs = self.programs.lock();
         // With the lock held, so that [`Self::stats`] counts the program exactly once.
         self.ended_programs.merge(&program.stats);
         programs.retain(|other| other.id != program.id);
@@ -310,7 +311,7 @@ impl Run {
 
     /// Wakes the monitors of some programs, other than `waker`.
     pub(crate) fn wake_relatives(&self, waker: u64, relatives: Relatives) {
-        let programs = self.lock();
+        let programs = self.programs.lock();
         let average = average_held(&programs);
         programs
             .iter()
@@ -328,17 +329,14 @@ impl Run {
     /// Waits until the run has no program, for a bounded time; returns whether it has none.
     #[must_use]
     pub fn wait_empty(&self, timeout: Duration) -> bool {
-        let programs = self.lock();
-        let (programs, _) = self
-            .changed
-            .wait_timeout_while(programs, timeout, |programs| !programs.is_empty())
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut programs = self.programs.lock();
+        let _late = self.changed.wait_while_for(&mut programs, |programs| !programs.is_empty(), timeout);
         programs.is_empty()
     }
 
     /// Queues a notice for the process that started the run.
     pub(crate) fn notify_owner(&self, text: &str) {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
+        self.notices.lock().push(text.to_owned());
         self.announce_news();
     }
 
@@ -358,12 +356,12 @@ impl Run {
     pub fn drain_notices(&self) -> Vec<String> {
         // Before the notices are taken: what comes later makes it readable again.
         let _ = rustix::io::read(&self.news, &mut [0; 8]);
-        std::mem::take(&mut *self.notices.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.notices.lock())
     }
 
     /// Ends all programs of the run, for a reason. Only the first reason counts.
     pub fn end(&self, reason: &str) {
-        let mut end_reason = self.end_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut end_reason = self.end_reason.lock();
         if end_reason.is_none() {
             tracing::error!(run = self.name, reason, "run ended by the agent");
             *end_reason = Some(reason.to_owned());
@@ -383,13 +381,13 @@ impl Run {
     /// Why the agent ended the run; `None` if it did not.
     #[must_use]
     pub fn end_reason(&self) -> Option<String> {
-        self.end_reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.end_reason.lock().clone()
     }
 
     pub(crate) fn close(&self) {
         self.sender.stop();
         if let Some(service) = self.service.upgrade() {
-            service.agent.remove_from_keeper(HeldKind::Run, self.id);
+            service.agent.keeper().release(HeldKind::Run, self.id);
         }
     }
 
@@ -397,7 +395,7 @@ impl Run {
     #[must_use]
     pub fn stats(&self) -> FaultStats {
         let total = FaultStats::default();
-        let programs = self.lock();
+        let programs = self.programs.lock();
         total.merge(&self.ended_programs);
         programs.iter().for_each(|program| total.merge(&program.stats));
         total
@@ -433,7 +431,7 @@ impl Run {
             programs,
             swap_bytes: None,
             short_of_room: self.short_of_room(),
-            unpaged: self.unpaged.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            unpaged: self.unpaged.lock().clone(),
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),
             mempool_hits: load(&total.mempool_hits),
@@ -455,11 +453,7 @@ impl Run {
     }
 
     pub(crate) fn keep(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
-        self.service.upgrade().map_or(Ok(()), |service| service.agent.put_in_keeper(put, fds))
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Program>>> {
-        self.programs.lock().unwrap_or_else(PoisonError::into_inner)
+        self.service.upgrade().map_or(Ok(()), |service| service.agent.keeper().hold_shared(put, fds))
     }
 }
 

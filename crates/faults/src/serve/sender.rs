@@ -1,12 +1,13 @@
 //! The sender's thread: copies batches from staging buffers, and writes blocks to memory nodes.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::BATCH_PAGES_MAX;
 use aquifer_pager::{BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet};
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::pool_shares::PoolShare;
@@ -143,26 +144,26 @@ impl SenderThread {
     /// Queues a batch in a staging buffer of the program; with the address of the buffers.
     pub(crate) fn submit_batch(&self, program: &Arc<Program>, staging: u64, batch: EvictedBatch) {
         let program = StagingProgram { program: Arc::clone(program), staging };
-        self.shared.lock().push_batch(program, batch);
+        self.shared.queue.lock().push_batch(program, batch);
         self.shared.signal();
     }
 
     /// Queues a block whose bytes are in the mempool.
     pub(crate) fn submit_block(&self, program: &Arc<Program>, block: BlockId, slots: u64) {
         let program = StagingProgram { program: Arc::clone(program), staging: 0 };
-        self.shared.lock().push_block(program, block, slots);
+        self.shared.queue.lock().push_block(program, block, slots);
         self.shared.signal();
     }
 
     /// Notes that a program has ended, so that its pages need not be written.
     pub(crate) fn abandon(&self, program: u64) {
-        self.shared.lock().abandon(program);
+        self.shared.queue.lock().abandon(program);
         self.shared.signal();
     }
 
     /// Lets the thread end when all requests are completed.
     pub(crate) fn stop(&self) {
-        self.shared.lock().stop();
+        self.shared.queue.lock().stop();
         self.shared.signal();
     }
 
@@ -171,7 +172,7 @@ impl SenderThread {
         if !self.shared.is_short_of_room.load(Relaxed) {
             return None;
         }
-        let text = self.shared.shortage_reason.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let text = self.shared.shortage_reason.lock().clone();
         Some((self.shared.shortages.load(Relaxed), text))
     }
 
@@ -213,10 +214,6 @@ impl SenderShared {
     fn signal(&self) {
         // A write to an eventfd fails only when its count is full, and then the thread is awake.
         let _ = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, SendQueue<StagingProgram>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -274,14 +271,14 @@ impl SenderTurns {
     /// Waits if there is nothing to do. If there are only acknowledgements to wait for
     /// (`is_waiting_for_acks`), waits for those too.
     fn next_step(&mut self, is_waiting_for_acks: bool) -> NextStep<StagingProgram> {
-        let mut queue = self.shared.lock();
+        let mut queue = self.shared.queue.lock();
         let sender = &self.send_loop.sender;
         let is_short_of_room = self.shared.is_short_of_room.load(Relaxed);
         let is_idle = (sender.is_idle() || is_short_of_room) && !sender.is_healing();
         if queue.is_idle() && (is_idle || is_waiting_for_acks) {
             drop(queue);
             self.wait(is_idle);
-            queue = self.shared.lock();
+            queue = self.shared.queue.lock();
         }
         self.send_loop.next_step(&mut queue)
     }
@@ -334,7 +331,7 @@ impl SenderTurns {
         }
         self.shared.is_short_of_room.store(text.is_some(), Relaxed);
         let Some(text) = text else { return };
-        *self.shared.shortage_reason.lock().unwrap_or_else(PoisonError::into_inner) = text;
+        *self.shared.shortage_reason.lock() = text;
     }
 
     fn publish(&self) {

@@ -6,9 +6,11 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::Thread;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 /// The threads of all tenants for one purpose.
 #[derive(Debug)]
@@ -28,7 +30,7 @@ impl TenantThreads {
     /// # Errors
     /// If there is no thread and none can be started.
     pub fn wake(&self, tenant: u32, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        let mut threads = self.lock();
+        let mut threads = self.threads.lock();
         if let Some(thread) = threads.get(&tenant) {
             thread.unpark();
             return Ok(());
@@ -42,16 +44,12 @@ impl TenantThreads {
     ///
     /// `is_idle` is asked while no other thread can wake this one.
     pub fn ends(&self, tenant: u32, is_idle: impl FnOnce() -> bool) -> bool {
-        let mut threads = self.lock();
+        let mut threads = self.threads.lock();
         let ends = is_idle();
         if ends {
             threads.remove(&tenant);
         }
         ends
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Thread>> {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -81,11 +79,11 @@ impl TenantTurns {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
         let turn = {
-            let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut turns = self.0.lock();
             turns.retain(|other, turn| *other == tenant || Arc::strong_count(turn) > 1);
             Arc::clone(turns.entry(tenant).or_default())
         };
-        let _mine = turn.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let _mine = turn.taken.lock();
         if turn.working.fetch_add(1, SeqCst) >= LATE_MAX {
             turn.working.fetch_sub(1, SeqCst);
             return Err(io::Error::other("earlier searches wait for processes of this user"));
@@ -117,7 +115,7 @@ mod tests {
         let wait = Arc::new(Mutex::new(wait));
         for _ in 0..LATE_MAX {
             let wait = Arc::clone(&wait);
-            let late = turns.turn(7, Duration::ZERO, move || wait.lock().unwrap().recv().is_ok());
+            let late = turns.turn(7, Duration::ZERO, move || wait.lock().recv().is_ok());
             assert!(late.is_err());
         }
         assert!(turns.turn(7, LONG, || ()).is_err(), "too many are late");

@@ -3,9 +3,10 @@
 //! A run that loses pages usually ends before its statistics are read.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use aquifer_report::{RunStatistics, TenantStatistics};
+use parking_lot::Mutex;
 
 use super::run::Run;
 
@@ -37,13 +38,13 @@ pub(super) struct EndedRuns(Mutex<BTreeMap<u32, TenantStatistics>>);
 impl EndedRuns {
     /// Adds a run that has ended.
     pub fn add(&self, run: &Run) {
-        let mut tenants = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tenants = self.0.lock();
         count(entry(&mut tenants, run.tenant()), &run.report());
     }
 
     /// Statistics of ended runs and of the given runs, by tenant.
     pub fn with_runs<'a>(&self, runs: impl Iterator<Item = &'a Arc<Run>>) -> Vec<TenantStatistics> {
-        let mut tenants = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut tenants = self.0.lock().clone();
         for run in runs {
             let tenant = run.tenant();
             let statistics =

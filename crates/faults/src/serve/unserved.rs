@@ -7,12 +7,13 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_channel::kill::kill_as;
 use aquifer_ipc::HeldKind;
+use parking_lot::Mutex;
 
 use super::PagingService;
 use super::canary::{Canary, new_nonce};
@@ -71,7 +72,7 @@ impl UnservedMemories {
     }
 
     fn push(&self, service: &PagingService, memory: UnservedMemory) {
-        let mut memories = self.lock();
+        let mut memories = self.memories.lock();
         let of_tenant = memories.entry(memory.tenant).or_default();
         if of_tenant.len() < PER_TENANT_MAX {
             of_tenant.push(memory);
@@ -82,7 +83,7 @@ impl UnservedMemories {
                 "too many ending programs of a user: closing the userfaultfd of one"
             );
             if memory.is_in_keeper {
-                service.agent.remove_from_keeper(HeldKind::Program, memory.canary.number);
+                service.agent.keeper().release(HeldKind::Program, memory.canary.number);
             }
             close_in_thread(memory);
         }
@@ -91,12 +92,12 @@ impl UnservedMemories {
     /// Kills the processes that a fault has identified, and drops memory that is gone.
     fn poll(&self, service: &PagingService, tenant: u32) {
         // Without the lock: a hostile program can make the read of its userfaultfd wait.
-        let mut memories = self.lock().remove(&tenant).unwrap_or_default();
+        let mut memories = self.memories.lock().remove(&tenant).unwrap_or_default();
         let mut forked = Vec::new();
         memories.retain_mut(|memory| {
             let may_exist = memory.poll(&mut forked, service);
             if !may_exist && memory.is_in_keeper {
-                service.agent.remove_from_keeper(HeldKind::Program, memory.canary.number);
+                service.agent.keeper().release(HeldKind::Program, memory.canary.number);
             }
             may_exist
         });
@@ -104,11 +105,7 @@ impl UnservedMemories {
     }
 
     fn has_any(&self, tenant: u32) -> bool {
-        self.lock().get(&tenant).is_some_and(|memories| !memories.is_empty())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Vec<UnservedMemory>>> {
-        self.memories.lock().unwrap_or_else(PoisonError::into_inner)
+        self.memories.lock().get(&tenant).is_some_and(|memories| !memories.is_empty())
     }
 }
 

@@ -13,7 +13,7 @@ use super::fenced::FenceTolerant;
 use super::reconnect::Reconnector;
 use super::shares::ShareKey;
 use super::view::{NodeState, PresentNode};
-use super::{AfterFence, Contact, EndpointPurpose, NodeRegistry, lock};
+use super::{AfterFence, Contact, EndpointPurpose, NodeRegistry};
 
 /// Interval between attempts to connect to a node that is away.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
@@ -73,7 +73,7 @@ impl NodeRegistry {
         purpose: EndpointPurpose,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let policy = purpose.away_policy();
-        let contact = lock(&self.contacts).get(&(node, tenant)).cloned();
+        let contact = self.contacts.lock().get(&(node, tenant)).cloned();
         let life = match self.state(node, self.now()) {
             NodeState::Present(last) | NodeState::Suspect(last) | NodeState::Away(Some(last)) => {
                 Some(last.epoch)
@@ -113,12 +113,12 @@ impl NodeRegistry {
         loop {
             match self.try_connect(node, tenant, purpose, policy) {
                 Ok(endpoint) => {
-                    lock(&self.failures).remove(&node);
+                    self.failures.lock().remove(&node);
                     self.has_connected.store(true, Relaxed);
                     return Ok(endpoint);
                 }
                 Err(failure) if policy == AwayPolicy::Fail || !failure.is_temporary => {
-                    lock(&self.failures).insert(node, failure.error.to_string());
+                    self.failures.lock().insert(node, failure.error.to_string());
                     return Err(failure.error);
                 }
                 Err(failure) => {
@@ -194,7 +194,7 @@ impl NodeRegistry {
     /// Says at intervals what connections wait for.
     fn log_wait(&self, node: NodeId, error: &EndpointError) {
         if error.is_lack_of_room()
-            && let Some(attempts) = lock(&self.waits).record(self.now())
+            && let Some(attempts) = self.waits.lock().record(self.now())
         {
             tracing::warn!(
                 node = node.0, %error, attempts, "waiting for an endpoint; pages stay where they are"
@@ -204,7 +204,7 @@ impl NodeRegistry {
 
     /// Records a connection, unless another thread has recorded one to a later life of the node.
     fn record_contact(&self, node: NodeId, tenant: Tenant, contact: Contact) {
-        let mut contacts = lock(&self.contacts);
+        let mut contacts = self.contacts.lock();
         if contacts.get(&(node, tenant)).is_none_or(|before| before.epoch <= contact.epoch) {
             contacts.insert((node, tenant), contact);
         }
@@ -249,7 +249,7 @@ impl NodeRegistry {
     pub(super) fn awaited_state(&self, node: NodeId) -> NodeState {
         if self.read_view().wants_listing(node, self.now())
             // Another thread lists, or has just listed, for all.
-            && let Ok(mut listed_at) = self.listed_at.try_lock()
+            && let Some(mut listed_at) = self.listed_at.try_lock()
             && listed_at.is_none_or(|at| self.now().saturating_duration_since(at) >= LISTING_INTERVAL)
         {
             *listed_at = Some(self.now());

@@ -6,14 +6,15 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_fabric::multiplex::{Multiplexer, WeakMultiplexer};
 use aquifer_fabric::reconnecting::AwayPolicy;
 use aquifer_fabric::{Endpoint, EndpointError, PostError, Tenant, Work};
 use aquifer_pool::NodeId;
+use parking_lot::Mutex;
 
 /// Endpoints that only one user has, of one tenant, to one node, for one purpose.
 const OWN_MAX: usize = 8;
@@ -84,7 +85,7 @@ impl EndpointShares {
         key: ShareKey,
         open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let slot = Arc::clone(lock(&self.0).entry(key).or_default());
+        let slot = Arc::clone(self.0.lock().entry(key).or_default());
         if let Some(counted) = slot.count_own() {
             let (endpoint, charge) = open()?;
             return Ok(Box::new(CountedEndpoint { endpoint, _counted: Some(counted), _charge: charge }));
@@ -94,14 +95,14 @@ impl EndpointShares {
 
     /// Forgets the lives of a node before this one. Their endpoints close with their users.
     pub fn forget_earlier_lives(&self, node: NodeId, life: u64) {
-        lock(&self.0).retain(|key, _| key.node != node || key.life >= life);
+        self.0.lock().retain(|key, _| key.node != node || key.life >= life);
     }
 }
 
 impl ShareSlot {
     /// Counts a user with an endpoint of its own; `None` if there are enough.
     fn count_own(&self) -> Option<Arc<()>> {
-        let own = lock(&self.own);
+        let own = self.own.lock();
         (Arc::strong_count(&own) <= OWN_MAX).then(|| Arc::clone(&own))
     }
 
@@ -112,7 +113,7 @@ impl ShareSlot {
         open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         // Held while connecting, so that users that come meanwhile share the new endpoint.
-        let mut shared = lock(&self.shared);
+        let mut shared = self.shared.lock();
         if self.failures.load(Relaxed) != failures
             && let Some(error) = &shared.last_error
         {
@@ -204,10 +205,6 @@ impl Endpoint for CountedEndpoint {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
@@ -246,13 +243,13 @@ mod tests {
         users.push(endpoint(other));
         assert_eq!(opened.get(), OWN_MAX + 4);
         users.clear();
-        let slot = Arc::clone(&lock(&shares.0)[&key]);
+        let slot = Arc::clone(&shares.0.lock()[&key]);
         // The thread of each may be about to look.
-        while lock(&slot.shared).multiplexers.iter().any(|multiplexer| multiplexer.upgrade().is_some()) {
+        while slot.shared.lock().multiplexers.iter().any(|multiplexer| multiplexer.upgrade().is_some()) {
             std::thread::yield_now();
         }
         shares.forget_earlier_lives(NodeId(1), 2);
-        assert!(lock(&shares.0).is_empty());
+        assert!(shares.0.lock().is_empty());
     }
 
     #[test]

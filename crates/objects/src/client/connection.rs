@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer_fabric::{
-    Completion, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work, WorkError,
-};
+use aquifer_fabric::batch::{Batch, receive_until};
+use aquifer_fabric::{Endpoint, Key, LocalKey, LocalSlice, Memory, RemoteAddr, Verb, WorkError};
 
-use super::{BROKEN_CHECK_INTERVAL, ClientError, DirectRead, HeapLink, PATIENCE, read_time_max, slot_of};
+use super::{ClientError, DirectRead, HeapLink, PATIENCE, read_time_max, slot_of};
 use crate::class::{Class, Classes};
 use crate::header::{HEADER_BYTES, Header};
 use crate::pointer::Pointer;
@@ -38,9 +37,7 @@ pub(crate) struct Connection {
     regions: Vec<BlockRegion>,
     classes: &'static Classes,
     answer: Vec<u8>,
-    completions: Vec<Completion>,
-    batch: Vec<Work>,
-    failures: Vec<(u64, WorkError)>,
+    batch: Batch,
 }
 
 impl Connection {
@@ -68,9 +65,7 @@ impl Connection {
             regions: Vec::new(),
             classes: Classes::standard(),
             answer: Vec::new(),
-            completions: Vec::new(),
-            batch: Vec::new(),
-            failures: Vec::new(),
+            batch: Batch::new(),
         })
     }
 
@@ -91,61 +86,21 @@ impl Connection {
         let len = u32::try_from(len).expect("it fits into the memory");
         let local = LocalSlice { key: self.local, offset: to as u64, len };
         let remote = RemoteAddr { addr: remote.addr + skip as u64, ..remote };
-        self.batch.push(Work { id, verb: Verb::Read { local, remote }, signalled: false });
+        self.batch.push(id, Verb::Read { local, remote });
     }
 
-    /// Posts the batch and waits for all of it. What failed is in `self.failures`.
+    /// Runs the batch. [`Self::is_done`] says what failed.
     pub(super) fn complete(&mut self) -> Result<(), ClientError> {
-        self.failures.clear();
-        // The last operation has its own number: all before it are done when it is.
-        const LAST: u64 = u64::MAX;
-        let Some(last) = self.batch.last_mut() else { return Ok(()) };
-        let last_id = std::mem::replace(&mut last.id, LAST);
-        last.signalled = true;
-        match self.endpoint.post(&self.batch) {
-            Ok(()) => {}
-            Err(PostError::QueueFull { .. }) => unreachable!("one batch is in flight at a time"),
-        }
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            self.completions.clear();
-            self.endpoint.poll(&mut self.completions, self.batch.len());
-            for completion in &self.completions {
-                let is_last = completion.id == LAST;
-                if let Err(error) = completion.outcome {
-                    self.failures.push((if is_last { last_id } else { completion.id }, error));
-                }
-                if is_last {
-                    self.batch.clear();
-                    return Ok(());
-                }
-            }
-            if self.completions.is_empty() {
-                self.wait(deadline)?;
-            }
-        }
+        Ok(self.batch.run(&mut *self.endpoint, Instant::now() + PATIENCE)?)
     }
 
     /// Whether operation `id` was done; false if no block has its address.
     pub(super) fn is_done(&self, id: u64) -> Result<bool, ClientError> {
-        match self.failures.iter().find(|(failed, _)| *failed == id) {
+        match self.batch.failure_of(id) {
             None => Ok(true),
-            Some((_, WorkError::RemoteAccess)) => Ok(false),
-            Some((_, error)) => Err((*error).into()),
+            Some(WorkError::RemoteAccess) => Ok(false),
+            Some(error) => Err(error.into()),
         }
-    }
-
-    fn wait(&mut self, deadline: Instant) -> Result<(), ClientError> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ClientError::Silent);
-        }
-        // An endpoint that breaks does not wake the thread that waits for a message.
-        if self.endpoint.is_broken() {
-            return Err(ClientError::Connection(WorkError::PeerGone));
-        }
-        self.endpoint.wait(left.min(BROKEN_CHECK_INTERVAL));
-        Ok(())
     }
 
     /// The header that was read to a place of the local memory.
@@ -264,16 +219,13 @@ impl HeapLink for Connection {
         self.memory.write(0, &message);
         let len = u32::try_from(message.len()).expect("it is within the limit");
         let local = LocalSlice { key: self.local, offset: 0, len };
-        self.batch.push(Work { id: 0, verb: Verb::Send { local }, signalled: false });
+        self.batch.push(0, Verb::Send { local });
         self.complete()?;
-        if let Some((_, error)) = self.failures.first() {
-            return Err((*error).into());
+        if let Some(error) = self.batch.failure_of(0) {
+            return Err(error.into());
         }
-        let deadline = Instant::now() + PATIENCE;
         self.answer.clear();
-        while !self.endpoint.receive(&mut self.answer) {
-            self.wait(deadline)?;
-        }
+        receive_until(&mut *self.endpoint, &mut self.answer, Instant::now() + PATIENCE)?;
         match Answer::decode(&self.answer) {
             Some(Answer::Refused(refused)) => Err(refused.into()),
             Some(answer) => Ok(answer),

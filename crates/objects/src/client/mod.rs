@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::paths::agent_socket;
-use aquifer_fabric::{EndpointError, WorkError};
+use aquifer_fabric::{BatchError, EndpointError, WorkError};
 
 use crate::access::{AccessError, request_access};
 use crate::class::{Class, Classes, OBJECT_BYTES_MAX, SLOT_BYTES_MAX};
@@ -37,8 +37,6 @@ const BACK_OFF_MAX: Duration = Duration::from_millis(10);
 
 /// Connections that a read makes, at most.
 const RECONNECTIONS_MAX: u32 = 3;
-/// Interval at which a client that waits looks whether its connection is broken.
-const BROKEN_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Pause between two attempts to connect.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(20);
 
@@ -72,6 +70,16 @@ pub enum ClientError {
     /// There is no memory for the connection.
     #[error("no memory for the connection to a heap: {0}")]
     Memory(#[from] io::Error),
+}
+
+impl From<BatchError> for ClientError {
+    fn from(error: BatchError) -> Self {
+        match error {
+            BatchError::Timeout => Self::Silent,
+            BatchError::Broken => Self::Connection(WorkError::PeerGone),
+            BatchError::QueueFull(_) => Self::TooShallow,
+        }
+    }
 }
 
 /// How often direct reads succeeded and failed.

@@ -4,11 +4,12 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_fabric::wake::WakeFd;
+use parking_lot::{Condvar, Mutex};
 
 use super::{ClientError, DirectRead, HeapClient};
 use crate::pointer::Pointer;
@@ -107,7 +108,7 @@ impl HeapQueue {
     /// # Errors
     /// The operation, if [`QUEUE_DEPTH`] completions were not taken.
     pub fn begin(&self, operation: Operation) -> Result<u64, Operation> {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if state.count >= QUEUE_DEPTH {
             return Err(operation);
         }
@@ -123,7 +124,7 @@ impl HeapQueue {
     /// Takes a completion, if there is one.
     #[must_use]
     pub fn poll(&self) -> Option<OperationEnd> {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let end = state.ended.pop_front()?;
         state.count -= 1;
         if state.ended.is_empty() {
@@ -136,9 +137,8 @@ impl HeapQueue {
     /// on its way.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> Option<OperationEnd> {
-        let state = self.shared.lock();
         let must_wait = |state: &mut QueueState| state.ended.is_empty() && state.count > 0;
-        drop(self.shared.ended.wait_timeout_while(state, timeout, must_wait));
+        let _late = self.shared.ended.wait_while_for(&mut self.shared.state.lock(), must_wait, timeout);
         self.poll()
     }
 }
@@ -153,7 +153,7 @@ impl AsFd for HeapQueue {
 impl Drop for HeapQueue {
     /// Ends the queue. Operations that were not carried out are forgotten.
     fn drop(&mut self) {
-        self.shared.lock().is_over = true;
+        self.shared.state.lock().is_over = true;
         self.shared.begun.notify_one();
         let ended = self.thread.take().map(JoinHandle::join);
         debug_assert!(ended.is_none_or(|ended| ended.is_ok()), "the thread of a queue panicked");
@@ -161,14 +161,10 @@ impl Drop for HeapQueue {
 }
 
 impl QueueShared {
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn run(&self, mut client: HeapClient) {
         while let Some(operations) = self.next_operations() {
             let ends = carry_out(&mut client, operations);
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.ended.extend(ends);
             self.wake.wake();
             drop(state);
@@ -179,9 +175,8 @@ impl QueueShared {
     /// Waits for operations. Returns the first, or all reads that follow each other; `None` at the
     /// end.
     fn next_operations(&self) -> Option<Vec<(u64, Operation)>> {
-        let state = self.lock();
-        let must_wait = |state: &mut QueueState| state.begun.is_empty() && !state.is_over;
-        let mut state = self.begun.wait_while(state, must_wait).unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
+        self.begun.wait_while(&mut state, |state| state.begun.is_empty() && !state.is_over);
         if state.is_over {
             return None;
         }

@@ -1,6 +1,8 @@
 //! The memory that the heaps of a node may take together, counted in frames.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 /// Frames that are reserved and returned at once: 128 KiB.
 pub const BATCH_FRAMES: u32 = 32;
@@ -61,7 +63,7 @@ impl FrameBudget {
     /// # Errors
     /// If there are not enough; then nothing is reserved.
     pub fn reserve(&self, frames: u32) -> Result<(), Shortage> {
-        let mut budget = self.lock();
+        let mut budget = self.frames.lock();
         let needed = budget.reserved.saturating_add(frames);
         if needed > self.total {
             return Err(Shortage::Full);
@@ -82,19 +84,19 @@ impl FrameBudget {
 
     /// Reserves frames that a heap of an earlier process has, whether or not there are enough.
     pub fn reserve_kept(&self, frames: u32) {
-        self.lock().reserved += frames;
+        self.frames.lock().reserved += frames;
     }
 
     /// Returns frames.
     pub fn release(&self, frames: u32) {
-        self.lock().reserved -= frames;
+        self.frames.lock().reserved -= frames;
     }
 
     /// Returns to the source what heaps do not need, and asks again for what it does not hold. To
     /// be called often.
     pub fn tend(&self) {
         let Some(source) = &self.source else { return };
-        let mut budget = self.lock();
+        let mut budget = self.frames.lock();
         let wanted = self.wanted(budget.reserved);
         let ahead = wanted - budget.reserved.min(wanted);
         let has_too_much = budget.held > wanted.saturating_add(ahead);
@@ -107,7 +109,7 @@ impl FrameBudget {
     /// Frames that heaps have reserved.
     #[must_use]
     pub fn reserved(&self) -> u32 {
-        self.lock().reserved
+        self.frames.lock().reserved
     }
 
     /// What the source is asked for when heaps need `frames`: whole batches, and some in advance.
@@ -121,10 +123,6 @@ impl FrameBudget {
             .checked_next_multiple_of(BATCH_FRAMES)
             .unwrap_or(u32::MAX)
             .min(self.total)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BudgetFrames> {
-        self.frames.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -2,12 +2,13 @@
 //! of their heap, and each page that they read where it has none is one that the system allocates.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use aquifer_fabric::{Key, Tenant};
+use parking_lot::Mutex;
 
+use super::HeapService;
 use super::tenant_heap::TenantHeap;
-use super::{HeapService, lock};
 
 /// Users whose heaps are closed, and heaps that are about to end.
 #[derive(Debug, Default)]
@@ -20,21 +21,21 @@ pub(super) struct Closing {
 impl Closing {
     /// Whether the heap of a user was closed.
     pub fn is_closed(&self, tenant: Tenant) -> bool {
-        locked(&self.tenants).contains(&tenant)
+        self.tenants.lock().contains(&tenant)
     }
 
     /// Lets a user have a heap again.
     pub fn reopen(&self, tenant: Tenant) {
-        locked(&self.tenants).remove(&tenant);
+        self.tenants.lock().remove(&tenant);
     }
 
     /// Ends the heaps that no request uses any more. To be called often.
     pub fn end_unused(&self) {
-        let mut heaps = locked(&self.heaps);
+        let mut heaps = self.heaps.lock();
         for heap in std::mem::take(&mut *heaps) {
             match Arc::try_unwrap(heap) {
                 Ok(heap) => {
-                    if let Err(error) = heap.into_inner().unwrap_or_else(PoisonError::into_inner).end() {
+                    if let Err(error) = heap.into_inner().end() {
                         tracing::warn!(%error, "cannot empty the memory of a closed heap");
                     }
                 }
@@ -49,12 +50,12 @@ impl HeapService {
     /// This service does not use its number again, and the objects of a later heap have later
     /// numbers, so no old pointer names one of them.
     pub(super) fn close(&self, tenant: Tenant) {
-        let mut heaps = self.lock();
+        let mut heaps = self.heaps.lock();
         let Some(heap) = heaps.remove(&tenant) else { return };
-        locked(&self.closing.tenants).insert(tenant);
+        self.closing.tenants.lock().insert(tenant);
         drop(heaps);
         let (number, regions) = {
-            let heap = lock(&heap);
+            let heap = heap.lock();
             (heap.number, heap.regions.clone())
         };
         tracing::error!(
@@ -72,10 +73,6 @@ impl HeapService {
         if let Some(keeper) = &self.keeper {
             keeper.release(number);
         }
-        locked(&self.closing.heaps).push(heap);
+        self.closing.heaps.lock().push(heap);
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

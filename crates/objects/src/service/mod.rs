@@ -12,10 +12,11 @@ mod tenant_heap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::{Key, MessageHandler, Region, Scope, Sender, Target, TargetError, Tenant};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::HeapBytes;
@@ -210,7 +211,7 @@ impl HeapService {
     /// If the system or the target refuses.
     fn open(&self, tenant: Tenant) -> Result<Arc<Mutex<TenantHeap>>, OpenHeapError> {
         let target = self.target.get().and_then(Weak::upgrade).ok_or(OpenHeapError::Ended)?;
-        let mut heaps = self.lock();
+        let mut heaps = self.heaps.lock();
         if let Some(heap) = heaps.get(&tenant) {
             return Ok(Arc::clone(heap));
         }
@@ -221,7 +222,7 @@ impl HeapService {
             return Err(OpenHeapError::TooMany);
         }
         let number = {
-            let used = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
+            let used = self.numbers.lock();
             (0..=u16::MAX).find(|number| !used.contains(number)).ok_or(OpenHeapError::TooMany)?
         };
         let budget = Arc::clone(&self.budget);
@@ -247,7 +248,7 @@ impl HeapService {
         heap: TenantHeap,
         keys: Option<[Key; BLOCK_ORDERS]>,
     ) -> Result<Arc<Mutex<TenantHeap>>, OpenHeapError> {
-        self.register_in(&mut self.lock(), target, tenant, heap, keys)
+        self.register_in(&mut self.heaps.lock(), target, tenant, heap, keys)
     }
 
     fn register_in(
@@ -267,7 +268,7 @@ impl HeapService {
         }
         heap.regions = regions.into_iter().map(|region| self.block_region(&heap, region)).collect();
         self.keep(tenant, &heap).map_err(OpenHeapError::NotKept)?;
-        self.numbers.lock().unwrap_or_else(PoisonError::into_inner).insert(heap.number);
+        self.numbers.lock().insert(heap.number);
         let heap = Arc::new(Mutex::new(heap));
         heaps.insert(tenant, Arc::clone(&heap));
         Ok(heap)
@@ -293,7 +294,7 @@ impl HeapService {
     /// If the heap cannot be opened.
     pub fn share(&self, tenant: Tenant) -> Result<HeapShare, OpenHeapError> {
         let heap = self.open(tenant)?;
-        let fds = lock(&heap).ledger.words.read_only_fds()?;
+        let fds = heap.lock().ledger.words.read_only_fds()?;
         Ok(HeapShare { fds, heap: Arc::downgrade(&heap) })
     }
 
@@ -313,7 +314,7 @@ impl HeapService {
                 Err(refused) => Answer::Refused(refused).encode(answer),
             };
         }
-        let heap = self.lock().get(&tenant).cloned();
+        let heap = self.heaps.lock().get(&tenant).cloned();
         let heap = match (heap, request) {
             (Some(heap), _) => heap,
             (None, Request::Open | Request::OpenRaw) => match self.open(tenant) {
@@ -330,7 +331,7 @@ impl HeapService {
             (None, _) => return Answer::Refused(Refused::NoObject).encode(answer),
         };
         let mut read = Vec::new();
-        let result = lock(&heap).answer(request, &mut read);
+        let result = heap.lock().answer(request, &mut read);
         result.unwrap_or_else(Answer::Refused).encode(answer);
     }
 
@@ -346,15 +347,16 @@ impl HeapService {
 
     /// As [`Self::tend`], at this time.
     pub fn tend_at(&self, now: Instant) {
-        let heaps: Vec<_> = self.lock().iter().map(|(tenant, heap)| (*tenant, Arc::clone(heap))).collect();
+        let heaps: Vec<_> =
+            self.heaps.lock().iter().map(|(tenant, heap)| (*tenant, Arc::clone(heap))).collect();
         let (expires, clears) = self.due(now);
         let deadline = Instant::now() + COMPACTION_TIME;
         for (tenant, heap) in heaps {
             if expires {
-                lock(&heap).expire_released();
+                heap.lock().expire_released();
             }
             if clears {
-                let mut heap = lock(&heap);
+                let mut heap = heap.lock();
                 heap.look_at_heat();
                 if heap.clear_free_frames() {
                     drop(heap);
@@ -364,7 +366,7 @@ impl HeapService {
             }
             // The lock is released after each step, so that requests are answered in between.
             while Instant::now() < deadline {
-                let mut heap = lock(&heap);
+                let mut heap = heap.lock();
                 let Some(class) = heap.fragmented_class() else { break };
                 heap.compact_step(class, MERGES_PER_STEP);
             }
@@ -375,7 +377,7 @@ impl HeapService {
 
     /// Whether released addresses are to be freed, and free memory to be cleared.
     fn due(&self, now: Instant) -> (bool, bool) {
-        let mut upkeep = self.upkeep.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut upkeep = self.upkeep.lock();
         let is_due = |last: &mut Instant, interval| {
             let is_due = now.saturating_duration_since(*last) >= interval;
             *last = if is_due { now } else { *last };
@@ -386,12 +388,12 @@ impl HeapService {
 
     /// Compacts a tenant's heap by at most `merges_max` merges. Returns how many there were.
     pub fn compact(&self, tenant: Tenant, merges_max: u64) -> u64 {
-        let Some(heap) = self.lock().get(&tenant).cloned() else { return 0 };
-        let classes = lock(&heap).classes();
+        let Some(heap) = self.heaps.lock().get(&tenant).cloned() else { return 0 };
+        let classes = heap.lock().classes();
         let mut merges = 0;
         for class in classes {
             while merges < merges_max {
-                let step = lock(&heap).compact_step(class, MERGES_PER_STEP.min(merges_max - merges));
+                let step = heap.lock().compact_step(class, MERGES_PER_STEP.min(merges_max - merges));
                 merges += step;
                 if step == 0 {
                     break;
@@ -404,15 +406,15 @@ impl HeapService {
     /// What a tenant's heap holds; `None` if it has none.
     #[must_use]
     pub fn report(&self, tenant: Tenant) -> Option<HeapReport> {
-        let heap = self.lock().get(&tenant).cloned()?;
-        let report = lock(&heap).report(self.node, tenant.0);
+        let heap = self.heaps.lock().get(&tenant).cloned()?;
+        let report = heap.lock().report(self.node, tenant.0);
         Some(report)
     }
 
     /// The tenants that have heaps.
     #[must_use]
     pub fn tenants(&self) -> Vec<Tenant> {
-        self.lock().keys().copied().collect()
+        self.heaps.lock().keys().copied().collect()
     }
 
     /// The memory that heaps have taken, and the memory that they may take together, in bytes.
@@ -426,7 +428,7 @@ impl HeapService {
     fn set_limit(&self, tenant: Tenant, bytes: u64) -> Result<(), Refused> {
         self.closing.reopen(tenant);
         let heap = self.open(tenant).map_err(|_| Refused::Full)?;
-        let mut heap = lock(&heap);
+        let mut heap = heap.lock();
         heap.quota = frames(bytes).min(self.budget.total());
         self.keep(tenant, &heap).map_err(|_| Refused::Full)
     }
@@ -451,20 +453,12 @@ impl HeapService {
             _ => Err(Refused::Invalid),
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Tenant, Arc<Mutex<TenantHeap>>>> {
-        self.heaps.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl MessageHandler for HeapService {
     fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>) {
         self.answer(from.who.tenant, message, answer);
     }
-}
-
-fn lock(heap: &Mutex<TenantHeap>) -> MutexGuard<'_, TenantHeap> {
-    heap.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn frames(bytes: u64) -> u32 {

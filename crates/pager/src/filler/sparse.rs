@@ -2,9 +2,7 @@
 
 use std::cmp::Reverse;
 
-use aquifer_pool::SizeClass;
-
-use super::{Filler, OpenSlab, SlabSizing};
+use super::{Filler, OpenSlab};
 use crate::page::PAGE_BYTES;
 use crate::slabs::SlabId;
 
@@ -77,16 +75,9 @@ impl Filler {
     /// Removes the emptiest of the sparse slabs that the last search found, other than `previous`.
     /// Searches only now and then, because a run may have tens of thousands of slabs.
     pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, replicas_min: usize) -> Option<OpenSlab> {
-        if matches!(self.sizing, SlabSizing::Fixed { class: SizeClass::CHUNK, .. }) {
-            return None;
-        }
         let held_pages = self.slabs.bytes().0 / (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
         let is_well_used = self.slabs.pages() * 1000 >= held_pages * USED_MIN_PERMILLE;
-        let max = if is_well_used || self.sizing != SlabSizing::AsNeeded {
-            SPARSE_PERMILLE
-        } else {
-            HOLED_PERMILLE
-        };
+        let max = if is_well_used { SPARSE_PERMILLE } else { HOLED_PERMILLE };
         loop {
             while let Some(slab) = self.candidates.pop() {
                 if let Some(found) = self.as_sparse(slab, max).filter(|_| self.in_use.contains(slab))

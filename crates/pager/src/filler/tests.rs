@@ -6,7 +6,7 @@ use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Identity, Tenant};
 use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
 
-use super::{Filler, GainThreshold, NoRoom, SlabSizing};
+use super::{Filler, GainThreshold, NoRoom};
 use crate::page::Location;
 use crate::slabs::{SlabId, SlabSet};
 
@@ -157,21 +157,4 @@ fn a_full_pool_is_used_up_to_its_last_hole() {
     let again = test.fill(u32::try_from(holes.len()).unwrap(), 64).unwrap();
     assert_eq!(again.len(), holes.len());
     assert!(matches!(test.fill(1, 1), Err(NoRoom::Pool(_))));
-}
-
-#[test]
-fn groups_of_slabs_are_freed_as_they_were_allocated() {
-    let mut test = new_test(16 << 20);
-    test.filler.set_slab_sizing(SlabSizing::Fixed { class: SizeClass::new(2).unwrap(), group_slabs: 4 });
-    let filled = test.fill(33, 1).unwrap();
-    assert_eq!(test.held_pages(), 3 * 16, "three groups of four slabs of four pages");
-    test.release(&filled[..15]);
-    assert_eq!(test.held_pages(), 3 * 16);
-    test.release(&filled[15..16]);
-    assert_eq!(test.held_pages(), 2 * 16, "the first group is empty");
-    let again = test.fill(32, 1).unwrap();
-    test.release(&filled[16..]);
-    test.release(&again);
-    test.filler.close(&mut test.pool);
-    assert_eq!(test.held_pages(), 0);
 }

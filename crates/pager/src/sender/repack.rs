@@ -66,9 +66,6 @@ impl Sender {
         if self.filler.trim_empty(&mut self.pool, is_short || is_quiet) {
             self.repacker.next_check = now;
         }
-        if !self.filler.is_repacking_enabled() {
-            return;
-        }
         if self.slabs.vacating_round().is_some() {
             self.end_round_if_over(now);
         } else if !self.repacker.slabs.is_empty() {

@@ -6,10 +6,10 @@
 
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::Memory;
 use aquifer_pool::{Extent, Ledger, SizeClass};
+use parking_lot::Mutex;
 
 use super::{REPLICAS_MAX, SlabId, SlabSet};
 use crate::page::Location;
@@ -92,7 +92,7 @@ impl SlabSet {
     /// Ends the recovery. The sender will free the slabs to which no page word refers.
     pub fn finish_recovery(&self) {
         let empty = self.in_use().map(|(slab, _)| slab).filter(|slab| self.live_pages(*slab) == 0);
-        self.emptied.lock().unwrap_or_else(PoisonError::into_inner).extend(empty);
+        self.emptied.lock().extend(empty);
     }
 
     /// All recorded extents that are not complete replicas.

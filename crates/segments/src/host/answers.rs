@@ -1,13 +1,14 @@
 //! Answers other agents, in the thread of the target that receives their messages.
 
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use aquifer_fabric::{Host, MessageHandler, Sender as MessageSender};
+use parking_lot::Mutex;
 
 use super::SegmentKey;
 use super::memory::{PAGE_BYTES, SegmentMemory};
-use super::shared::{HostShared, Job, Segment, lock};
+use super::shared::{HostShared, Job, Segment};
 use super::wire::{Answer, Ask, CopyPlace, Request};
 use crate::ownership::{Holder, Holding, Input, Message, Output};
 use crate::pulling::{Lineage, Link, Puller};
@@ -34,7 +35,7 @@ impl HostShared {
         let entry = self.entry_for(*segment, ask)?;
         let (mut outputs, mut arrived) = (Vec::new(), None);
         {
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             let message = match ask {
                 Ask::Prepare { process, .. } if !self.has_process(segment.tenant, process) => {
                     Message::Prepare(0)
@@ -72,11 +73,11 @@ impl HostShared {
     }
 
     pub(super) fn has_process(&self, tenant: u32, process: &str) -> bool {
-        lock(&self.processes).contains_key(&(tenant, process.to_owned()))
+        self.processes.lock().contains_key(&(tenant, process.to_owned()))
     }
 
     pub(super) fn leave(&self, job: Job) {
-        if let Some(jobs) = &*lock(&self.jobs) {
+        if let Some(jobs) = &*self.jobs.lock() {
             let _ = jobs.send(job);
         }
     }
@@ -84,15 +85,15 @@ impl HostShared {
     /// The entry of a segment, with memory if it is to be prepared.
     pub(super) fn entry_for(&self, segment: SegmentKey, ask: &Ask) -> Option<Arc<Mutex<Segment>>> {
         let new = || Arc::new(Mutex::new(Segment::absent(self.own)));
-        let entry = Arc::clone(lock(&self.segments).entry(segment).or_insert_with(new));
+        let entry = Arc::clone(self.segments.lock().entry(segment).or_insert_with(new));
         if let Ask::Prepare { bytes, .. } = ask
-            && lock(&entry).bytes() != Some(*bytes)
+            && entry.lock().bytes() != Some(*bytes)
         {
             // A copy of another length is of a segment that had this number and was deallocated.
             let is_idle = |entry: &Segment| {
                 matches!(entry.holder.holding(), Holding::Absent | Holding::Prepared { .. })
             };
-            let former = match &mut *lock(&entry) {
+            let former = match &mut *entry.lock() {
                 idle if is_idle(idle) => idle.memory.take(),
                 _ => return Some(Arc::clone(&entry)),
             };
@@ -100,7 +101,7 @@ impl HostShared {
             let is_length = *bytes > 0 && bytes.is_multiple_of(PAGE_BYTES);
             let memory = is_length.then(|| self.new_memory(segment, *bytes));
             match memory {
-                Some(Ok(memory)) => lock(&entry).memory = Some(memory),
+                Some(Ok(memory)) => entry.lock().memory = Some(memory),
                 refused => {
                     if let Some(Err(error)) = refused {
                         tracing::warn!(%error, "no memory for a segment");
@@ -115,11 +116,11 @@ impl HostShared {
 
     /// Forgets a segment of which nothing was decided, unless another thread has its entry.
     fn forget_if_new(&self, segment: SegmentKey, entry: &Arc<Mutex<Segment>>) {
-        let mut segments = lock(&self.segments);
+        let mut segments = self.segments.lock();
         let is_known = segments.get(&segment).is_some_and(|known| Arc::ptr_eq(known, entry));
         // One is the caller's.
         let is_alone = Arc::strong_count(entry) == 2;
-        if is_known && is_alone && lock(entry).holder == Holder::absent(self.own) {
+        if is_known && is_alone && entry.lock().holder == Holder::absent(self.own) {
             segments.remove(&segment);
         }
     }
@@ -139,8 +140,8 @@ impl HostShared {
 
     /// Where a copy is now.
     fn place_of(&self, segment: SegmentKey, generation: u64) -> Option<CopyPlace> {
-        let entry = lock(&self.segments).get(&segment).cloned()?;
-        let entry = lock(&entry);
+        let entry = self.segments.lock().get(&segment).cloned()?;
+        let entry = entry.lock();
         self.own_place(entry.memory.as_ref()?, generation)
     }
 

@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::SegmentKey;
-use super::shared::lock;
+use parking_lot::{Condvar, Mutex};
 
 /// What has arrived, in order.
 #[derive(Debug, Default)]
@@ -55,7 +55,7 @@ impl Arrivals {
     /// caller answers it, or calls [`Self::put_back`].
     #[must_use]
     pub fn add(&self, segment: SegmentKey, process: &str) -> Option<Waiter> {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         let waits = |waiter: &Waiter| (waiter.tenant, &*waiter.process) == (segment.tenant, process);
         if let Some(at) = queue.waiters.iter().position(waits) {
             return Some(queue.waiters.remove(at));
@@ -69,7 +69,7 @@ impl Arrivals {
     /// Adds a request to hand a segment over, in the same way. It replaces an earlier one.
     #[must_use]
     pub fn request(&self, segment: SegmentKey, process: &str, wanted_by: &str) -> Option<Waiter> {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         let waits = |waiter: &Waiter| {
             (waiter.tenant, &*waiter.process) == (segment.tenant, process) && waiter.requests
         };
@@ -84,7 +84,7 @@ impl Arrivals {
 
     /// Adds a segment before all others, because its process has not got it.
     pub fn put_back(&self, segment: SegmentKey, process: &str) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         queue.arrived.retain(|arrived| arrived.segment != segment || arrived.wanted_by.is_some());
         queue.arrived.push_front(Arrived { segment, process: process.to_owned(), wanted_by: None });
         self.has_arrived.notify_all();
@@ -92,12 +92,12 @@ impl Arrivals {
 
     /// Has a connection wait on, to which nothing was answered.
     pub fn wait_on(&self, waiter: Waiter) {
-        lock(&self.queue).waiters.push(waiter);
+        self.queue.lock().waiters.push(waiter);
     }
 
     /// Takes the first news for a process; if there are none, its connection waits.
     pub fn next_or_wait(&self, waiter: Waiter) -> Option<News> {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         let next = queue.next(waiter.tenant, &waiter.process, waiter.requests);
         if next.is_none() {
             queue.waiters.push(waiter);
@@ -108,7 +108,7 @@ impl Arrivals {
     /// Has a connection wait no more. Returns false if it did not: it was or will be answered.
     #[must_use]
     pub fn leave(&self, socket: &Arc<OwnedFd>) -> bool {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         let at = queue.waiters.iter().position(|waiter| Arc::ptr_eq(&waiter.socket, socket));
         at.map(|at| queue.waiters.remove(at)).is_some()
     }
@@ -117,8 +117,9 @@ impl Arrivals {
     pub fn wait(&self, tenant: u32, process: &str, timeout: Duration) -> Option<SegmentKey> {
         let is_its = |arrived: &Arrived| arrived.is_of(tenant, process) && arrived.wanted_by.is_none();
         let must_wait = |queue: &mut Queue| !queue.arrived.iter().any(is_its);
-        let waited = self.has_arrived.wait_timeout_while(lock(&self.queue), timeout, must_wait);
-        match waited.unwrap_or_else(PoisonError::into_inner).0.next(tenant, process, false)? {
+        let mut queue = self.queue.lock();
+        let _late = self.has_arrived.wait_while_for(&mut queue, must_wait, timeout);
+        match queue.next(tenant, process, false)? {
             News::Arrived(segment) => Some(segment),
             News::Asked(..) => None,
         }
@@ -126,12 +127,12 @@ impl Arrivals {
 
     /// Forgets a segment that its process has in another way.
     pub fn forget(&self, segment: SegmentKey) {
-        lock(&self.queue).arrived.retain(|arrived| arrived.segment != segment);
+        self.queue.lock().arrived.retain(|arrived| arrived.segment != segment);
     }
 
     /// Forgets all segments of a process.
     pub fn forget_process(&self, tenant: u32, process: &str) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         queue.arrived.retain(|arrived| !arrived.is_of(tenant, process));
         queue.waiters.retain(|waiter| waiter.tenant != tenant || waiter.process != process);
     }

@@ -12,7 +12,7 @@ use aquifer_fabric::Memory;
 
 use super::copy_records::{Author, CopiesChange, Restoration};
 use super::memory::SegmentMemory;
-use super::shared::{Arrival, HostShared, lock};
+use super::shared::{Arrival, HostShared};
 use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentHost, SegmentKey};
 use crate::ownership::{Evidence, Holding, Life};
@@ -60,7 +60,7 @@ impl SegmentHost {
     pub fn copies(&self, segment: SegmentKey) -> Result<Copies, SegmentError> {
         let memory = match self.owned(segment) {
             Ok(entry) => {
-                let data = lock(&entry).memory.as_ref().map(|memory| memory.data.fd().try_clone_to_owned());
+                let data = entry.lock().memory.as_ref().map(|memory| memory.data.fd().try_clone_to_owned());
                 Some(data.ok_or(SegmentError::NotOwned(segment))?.map_err(SegmentError::Descriptor)?)
             }
             Err(error) => {
@@ -167,14 +167,14 @@ impl SegmentHost {
         let range = shared.registry.range(segment)?.filter(|(_, bytes)| *bytes == record.bytes);
         let (address, bytes) = range.ok_or(SegmentError::CopyRecord(segment))?;
         self.end_restore(segment, process);
-        if lock(&shared.restoring).contains_key(&segment) {
+        if shared.restoring.lock().contains_key(&segment) {
             return Err(SegmentError::Exists(segment));
         }
         shared.close_idle(segment);
         let memory = shared.new_memory(segment, bytes)?;
         let data = Arc::clone(&memory.data);
         let restoring = RestoringMemory { memory, process: process.to_owned(), record: record.clone() };
-        let former = lock(&shared.restoring).insert(segment, restoring);
+        let former = shared.restoring.lock().insert(segment, restoring);
         former.iter().for_each(|former| shared.close_memory(&former.memory));
         Ok(Restoring { address, data, record })
     }
@@ -186,9 +186,9 @@ impl SegmentHost {
     /// the copies have changed. If the directory fails, it may be tried again.
     pub fn finish_restore(&self, segment: SegmentKey, process: &str) -> Result<Arrival, SegmentError> {
         let shared = &self.shared;
-        let _alone = lock(&shared.creating);
+        let _alone = shared.creating.lock();
         let restoring = {
-            let mut all = lock(&shared.restoring);
+            let mut all = shared.restoring.lock();
             let is_its = all.get(&segment).is_some_and(|restoring| restoring.process == process);
             if is_its { all.remove(&segment) } else { None }
         };
@@ -202,7 +202,7 @@ impl SegmentHost {
             }
             // It may be owned already, by a transaction without an answer.
             Err(error) => {
-                lock(&shared.restoring).insert(segment, restoring);
+                shared.restoring.lock().insert(segment, restoring);
                 return Err(error);
             }
             Ok(Restoration::Exists) => SegmentError::Exists(segment),
@@ -215,7 +215,10 @@ impl SegmentHost {
 
     /// Gives up what a process was restoring that has ended.
     pub fn end_restores(&self, tenant: u32, process: &str) {
-        let segments: Vec<SegmentKey> = lock(&self.shared.restoring)
+        let segments: Vec<SegmentKey> = self
+            .shared
+            .restoring
+            .lock()
             .iter()
             .filter(|(segment, restoring)| segment.tenant == tenant && restoring.process == process)
             .map(|(segment, _)| *segment)
@@ -226,7 +229,7 @@ impl SegmentHost {
     /// Gives up what a process was restoring.
     pub fn end_restore(&self, segment: SegmentKey, process: &str) {
         let restoring = {
-            let mut all = lock(&self.shared.restoring);
+            let mut all = self.shared.restoring.lock();
             let is_its = all.get(&segment).is_some_and(|restoring| restoring.process == process);
             if is_its { all.remove(&segment) } else { None }
         };
@@ -250,8 +253,8 @@ impl HostShared {
     /// What this host knows of a segment that is not owned here.
     pub(super) fn evidence(&self, segment: SegmentKey) -> Result<Evidence, SegmentError> {
         let Some(record) = self.registry.find(segment)? else { return Ok(Evidence::default()) };
-        let is_here = lock(&self.segments).get(&segment).cloned().is_some_and(|entry| {
-            matches!(lock(&entry).holder.holding(), Holding::Owned { .. } | Holding::Sent { .. })
+        let is_here = self.segments.lock().get(&segment).cloned().is_some_and(|entry| {
+            matches!(entry.lock().holder.holding(), Holding::Owned { .. } | Holding::Sent { .. })
         });
         let unheld = Some(self.own).filter(|own| record.owner == *own && !is_here);
         let is_dead = unheld.is_some() || !self.registry.lives(record.owner)?;
@@ -276,9 +279,9 @@ impl HostShared {
 
     /// Gives up a copy of a lost segment that this host has had once.
     fn close_idle(&self, segment: SegmentKey) {
-        let Some(entry) = lock(&self.segments).get(&segment).cloned() else { return };
+        let Some(entry) = self.segments.lock().get(&segment).cloned() else { return };
         let idle = {
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             let is_absent = matches!(entry.holder.holding(), Holding::Absent | Holding::Prepared { .. });
             let is_idle = entry.puller.as_ref().is_none_or(Puller::is_idle);
             if is_absent && is_idle { entry.memory.take() } else { None }

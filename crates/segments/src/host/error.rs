@@ -1,5 +1,6 @@
 //! Why calls fail.
 
+use aquifer_channel::HoldRefused;
 use aquifer_channel::descriptor_shares::ShareExceeded;
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
@@ -112,7 +113,7 @@ pub enum SegmentError {
     },
     /// The keeper refuses more memory.
     #[error("the keeper does not hold the segment: {0}")]
-    Keeper(String),
+    Keeper(#[from] HoldRefused),
     /// Its process could still use it.
     #[error("segment {segment} is in use by process {process:?}: end that first")]
     InUse {

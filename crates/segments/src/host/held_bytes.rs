@@ -1,12 +1,12 @@
 //! The memory of segments that each user has on a host, which is limited.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use aquifer_fabric::Memory;
+use parking_lot::Mutex;
 
 use super::SegmentError;
-use super::shared::lock;
 
 /// Largest memory that a thread frees for which other users may wait.
 const INLINE_BYTES_MAX: u64 = 16 << 20;
@@ -30,7 +30,7 @@ impl HeldBytes {
     /// # Errors
     /// If the owner would have too much.
     pub fn charge(&self, owner: u32, bytes: u64) -> Result<(), SegmentError> {
-        let mut of_owners = lock(&self.of_owners);
+        let mut of_owners = self.of_owners.lock();
         let held = of_owners.get(&owner).copied().unwrap_or_default();
         let next = held.checked_add(bytes).filter(|next| *next <= self.max);
         of_owners.insert(owner, next.ok_or(SegmentError::Limit { limit: self.max })?);
@@ -39,12 +39,12 @@ impl HeldBytes {
 
     /// Charges memory that was recovered to its owner, whatever it has.
     pub fn charge_always(&self, owner: u32, bytes: u64) {
-        *lock(&self.of_owners).entry(owner).or_default() += bytes;
+        *self.of_owners.lock().entry(owner).or_default() += bytes;
     }
 
     /// Ends the charge of memory that does not exist any more.
     pub fn release(&self, owner: u32, bytes: u64) {
-        let mut of_owners = lock(&self.of_owners);
+        let mut of_owners = self.of_owners.lock();
         let left = of_owners.get(&owner).map_or(0, |held| held.saturating_sub(bytes));
         if left == 0 {
             of_owners.remove(&owner)

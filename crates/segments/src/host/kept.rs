@@ -1,23 +1,14 @@
-//! The keeper, which holds the memory of segments for the next process of the agent.
+//! What the host provides for its segments, and what an earlier process of the agent has left.
 
 use std::fmt::Debug;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use super::SegmentKey;
 
-/// Holds the memory of segments.
-pub trait SegmentKeeper: Debug + Send + Sync {
-    /// Holds the bytes of a segment, and its pages and journal, under a number that is free.
-    ///
-    /// # Errors
-    /// Why it refuses.
-    fn hold(&self, number: u64, segment: SegmentKey, fds: [BorrowedFd<'_>; 2]) -> Result<(), String>;
-
-    /// Gives a number up.
-    fn release(&self, number: u64);
-
-    /// Whether the host's lease lasts for sure.
-    fn is_member(&self) -> bool;
+/// The lease of the host.
+pub trait HostLease: Debug + Send + Sync {
+    /// Whether the lease lasts for sure.
+    fn lasts(&self) -> bool;
 }
 
 /// What an earlier process of the agent has left of a segment.
@@ -31,20 +22,4 @@ pub struct KeptSegment {
     pub data: OwnedFd,
     /// Its pages and its journal.
     pub present: OwnedFd,
-}
-
-/// Segments end with this process.
-#[derive(Clone, Copy, Debug)]
-pub struct NoKeeper;
-
-impl SegmentKeeper for NoKeeper {
-    fn hold(&self, _number: u64, _segment: SegmentKey, _fds: [BorrowedFd<'_>; 2]) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn release(&self, _number: u64) {}
-
-    fn is_member(&self) -> bool {
-        true
-    }
 }

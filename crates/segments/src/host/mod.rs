@@ -44,7 +44,7 @@ pub mod wire;
 
 pub use aquifer_arena::calls::SegmentStatus;
 pub use error::SegmentError;
-pub use kept::{KeptSegment, NoKeeper, SegmentKeeper};
+pub use kept::{HostLease, KeptSegment};
 pub use programs::ProcessIdentity;
 pub use registry::SegmentKey;
 pub use service::{SegmentHost, SegmentOptions};

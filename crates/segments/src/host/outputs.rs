@@ -2,15 +2,16 @@
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::SegmentKey;
 use super::peer::{Lane, Peer};
-use super::shared::{HostShared, Job, Segment, lock, warn_of_directory};
+use super::shared::{HostShared, Job, Segment, warn_of_directory};
 use super::wire::{Answer, Ask, Request};
 use crate::ownership::{Holding, Input, Life, Message, Output};
+use parking_lot::Mutex;
 
 /// Interval at which hand-overs are looked after whose outcome is unknown.
 const TICK: Duration = Duration::from_millis(200);
@@ -22,7 +23,7 @@ impl HostShared {
         while let Some(input) = inputs.pop_front() {
             let (mut outputs, mut returned) = (Vec::new(), None);
             {
-                let mut entry = lock(entry);
+                let mut entry = entry.lock();
                 let was_sent = matches!(entry.holder.holding(), Holding::Sent { .. });
                 entry.holder.step(&input, &mut outputs);
                 if was_sent && entry.holder.has_access() && !entry.is_awaited {
@@ -80,7 +81,7 @@ impl HostShared {
                 Some(Input::Written(change, is_done))
             }
             Output::Observe => {
-                let other = match lock(entry).holder.holding() {
+                let other = match entry.lock().holder.holding() {
                     Holding::Sent { to, .. } => Some(to),
                     _ => None,
                 };
@@ -101,12 +102,12 @@ impl HostShared {
     ) -> Option<Input> {
         let (generation, ask) = match message {
             Message::Prepare(generation) => {
-                let entry = lock(entry);
+                let entry = entry.lock();
                 let (bytes, address, process) = (entry.bytes()?, entry.address, entry.target.clone());
                 (generation, Ask::Prepare { generation, bytes, address, process })
             }
             Message::Transfer(generation) => {
-                (generation, Ask::Transfer { generation, copies: lock(entry).copies.clone() })
+                (generation, Ask::Transfer { generation, copies: entry.lock().copies.clone() })
             }
             Message::Query(generation) => (generation, Ask::Query { generation }),
             _ => return None,
@@ -117,7 +118,7 @@ impl HostShared {
 
     pub(super) fn ask(&self, request: &Request) -> Option<Answer> {
         let peer = self.peer(request.to, Lane::Urgent, None)?;
-        let answer = lock(&peer).ask(request);
+        let answer = peer.lock().ask(request);
         if answer.is_none() {
             self.forget_peer(request.to, Lane::Urgent, &peer);
         }
@@ -131,10 +132,10 @@ impl HostShared {
         lane: Lane,
         address: Option<SocketAddr>,
     ) -> Option<Arc<Mutex<Peer>>> {
-        let known = lock(&self.peers).get(&(life, lane)).cloned();
+        let known = self.peers.lock().get(&(life, lane)).cloned();
         match known {
             // The next connection has no such memory. Users of this one go on with it.
-            Some(peer) if peer.try_lock().is_ok_and(|peer| peer.has_unused_memory()) => {
+            Some(peer) if peer.try_lock().is_some_and(|peer| peer.has_unused_memory()) => {
                 self.forget_peer(life, lane, &peer);
             }
             Some(peer) => return Some(peer),
@@ -145,11 +146,11 @@ impl HostShared {
             None => self.registry.address(life).inspect_err(warn_of_directory).ok()??,
         };
         let peer = Arc::new(Mutex::new(Peer::connect(address, &self.key, self.identity)?));
-        Some(Arc::clone(lock(&self.peers).entry((life, lane)).or_insert(peer)))
+        Some(Arc::clone(self.peers.lock().entry((life, lane)).or_insert(peer)))
     }
 
     pub(super) fn forget_peer(&self, life: Life, lane: Lane, peer: &Arc<Mutex<Peer>>) {
-        let mut peers = lock(&self.peers);
+        let mut peers = self.peers.lock();
         if peers.get(&(life, lane)).is_some_and(|known| Arc::ptr_eq(known, peer)) {
             peers.remove(&(life, lane));
         }
@@ -165,7 +166,7 @@ impl HostShared {
             }
             match jobs.recv_timeout(next_tick.saturating_duration_since(Instant::now())) {
                 Ok(Job::CarryOut(segment, outputs)) => {
-                    let entry = lock(&self.segments).get(&segment).cloned();
+                    let entry = self.segments.lock().get(&segment).cloned();
                     let Some(entry) = entry else { continue };
                     for output in outputs {
                         if let Some(input) = self.carry_out(segment, &entry, output) {
@@ -182,15 +183,15 @@ impl HostShared {
 
     pub(super) fn tick(&self) {
         let entries: Vec<_> =
-            lock(&self.segments).iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
+            self.segments.lock().iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
         // A host that does not answer is asked once.
         let mut silent = Vec::new();
         for (segment, entry) in entries {
-            let target = match lock(&entry).holder.holding() {
+            let target = match entry.lock().holder.holding() {
                 Holding::Sent { to, .. } => Some(to),
                 _ => None,
             };
-            if !lock(&entry).is_unsettled() || target.is_some_and(|to| silent.contains(&to)) {
+            if !entry.lock().is_unsettled() || target.is_some_and(|to| silent.contains(&to)) {
                 continue;
             }
             let began = Instant::now();
@@ -201,9 +202,9 @@ impl HostShared {
 
     /// Gives up the memory of a segment that has left. What was decided of it is not forgotten.
     pub(super) fn release(&self, segment: SegmentKey, generation: u64) {
-        let Some(entry) = lock(&self.segments).get(&segment).cloned() else { return };
+        let Some(entry) = self.segments.lock().get(&segment).cloned() else { return };
         let memory = {
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             // It may not know yet that the segment has arrived, and looks again when it does.
             entry.released = entry.released.max(generation);
             let released = entry.released;

@@ -1,9 +1,8 @@
 //! The rate of pages that are pulled ahead of programs.
 
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use super::shared::lock;
+use parking_lot::Mutex;
 
 /// Bytes for a time.
 #[derive(Debug)]
@@ -24,7 +23,7 @@ impl Pace {
         let Some(bytes_per_s) = self.bytes_per_s else { return Duration::ZERO };
         let cost_ns = u128::from(bytes) * 1_000_000_000 / u128::from(bytes_per_s.max(1));
         let cost = Duration::from_nanos(u64::try_from(cost_ns).unwrap_or(u64::MAX));
-        let mut next = lock(&self.next);
+        let mut next = self.next.lock();
         // What was not used is not made up for.
         let until = next.map_or(now, |next| next.max(now)) + cost;
         *next = Some(until);

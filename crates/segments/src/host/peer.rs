@@ -4,10 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use aquifer_fabric::batch::{Batch, receive_until};
 use aquifer_fabric::tcp::{self, ConnectOptions};
-use aquifer_fabric::{
-    ClusterKey, Completion, Endpoint, Identity, Key, LocalKey, LocalSlice, Memory, RemoteAddr, Verb, Work,
-};
+use aquifer_fabric::{ClusterKey, Endpoint, Identity, Key, LocalKey, LocalSlice, Memory, RemoteAddr, Verb};
 
 use super::memory::PAGE_BYTES;
 use super::wire::{Answer, CopyPlace, MESSAGE_BYTES_MAX, Request};
@@ -37,7 +36,7 @@ pub(super) struct Peer {
     local: LocalKey,
     /// The memory of segments, into which pages are read.
     segments: Vec<(Arc<Memory>, LocalKey)>,
-    completions: Vec<Completion>,
+    batch: Batch,
     /// An operation did not end in time. Its bytes could arrive when their page is the program's,
     /// so nothing is received any more.
     is_broken: bool,
@@ -89,14 +88,7 @@ impl Peer {
             let mut endpoint = tcp::connect(address, key, identity, ConnectOptions::default())?;
             let memory = Arc::new(Memory::private("aquifer-segment-peer", 2 * MESSAGE_BYTES_MAX as usize)?);
             let local = endpoint.register_local(Arc::clone(&memory))?;
-            Ok(Self {
-                endpoint,
-                memory,
-                local,
-                segments: Vec::new(),
-                completions: Vec::new(),
-                is_broken: false,
-            })
+            Ok(Self { endpoint, memory, local, segments: Vec::new(), batch: Batch::new(), is_broken: false })
         };
         connect().inspect_err(|error| tracing::debug!(%address, %error, "cannot reach an agent")).ok()
     }
@@ -120,12 +112,10 @@ impl Peer {
             return None;
         }
         let mut answer = Vec::new();
-        while !self.endpoint.receive(&mut answer) {
-            if self.wait(deadline).is_none() {
-                // A late answer must not be taken for that of another question.
-                self.is_broken = true;
-                return None;
-            }
+        if receive_until(&mut *self.endpoint, &mut answer, deadline).is_err() {
+            // A late answer must not be taken for that of another question.
+            self.is_broken = true;
+            return None;
         }
         serde_json::from_slice(&answer).ok()
     }
@@ -184,28 +174,8 @@ impl Peer {
     }
 
     fn try_carry_out(&mut self, verbs: &[Verb], deadline: Instant) -> bool {
-        let work = |(id, verb): (u64, &Verb)| Work { id, verb: *verb, signalled: true };
-        let batch: Vec<Work> = (0..).zip(verbs).map(work).collect();
-        if self.endpoint.post(&batch).is_err() {
-            return false;
-        }
-        let (mut done, mut are_good) = (0, true);
-        while done < batch.len() {
-            self.completions.clear();
-            self.endpoint.poll(&mut self.completions, batch.len());
-            done += self.completions.len();
-            are_good &= self.completions.iter().all(|completion| completion.outcome.is_ok());
-            if self.completions.is_empty() && self.wait(deadline).is_none() {
-                return false;
-            }
-        }
-        are_good
-    }
-
-    fn wait(&mut self, deadline: Instant) -> Option<()> {
-        let left = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
-        self.endpoint.wait(left.min(Duration::from_millis(20)));
-        (!self.endpoint.is_broken()).then_some(())
+        verbs.iter().for_each(|verb| self.batch.push(0, *verb));
+        self.batch.run(&mut *self.endpoint, deadline).is_ok() && self.batch.failures().is_empty()
     }
 
     fn local_key_of(&mut self, memory: &Arc<Memory>) -> Option<LocalKey> {

@@ -1,9 +1,8 @@
 //! Pages for which threads wait go before those ahead of the program (§3.3, Fig. 4 of RAMP).
 
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::shared::lock;
+use parking_lot::{Condvar, Mutex};
 
 /// How long pages ahead wait at most, so that they come even if there is always a thread that
 /// waits.
@@ -30,23 +29,21 @@ pub(super) struct Demand<'a>(&'a Precedence);
 impl Precedence {
     /// A thread waits for pages from now on.
     pub fn demand(&self) -> Demand<'_> {
-        lock(&self.demands).in_flight += 1;
+        self.demands.lock().in_flight += 1;
         Demand(self)
     }
 
     /// Waits until no thread waits for a page. Returns whether one may wait again soon.
     pub fn give_way(&self) -> bool {
-        let demands = lock(&self.demands);
-        let must_wait = |demands: &mut Demands| demands.in_flight > 0;
-        let waited = self.has_ended.wait_timeout_while(demands, PATIENCE, must_wait);
-        let demands = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let mut demands = self.demands.lock();
+        let _late = self.has_ended.wait_while_for(&mut demands, |demands| demands.in_flight > 0, PATIENCE);
         demands.in_flight > 0 || demands.last_ended.is_some_and(|ended| ended.elapsed() < QUIET)
     }
 }
 
 impl Drop for Demand<'_> {
     fn drop(&mut self) {
-        let mut demands = lock(&self.0.demands);
+        let mut demands = self.0.demands.lock();
         demands.in_flight -= 1;
         demands.last_ended = Some(Instant::now());
         if demands.in_flight == 0 {

@@ -7,7 +7,7 @@ use aquifer_arena::calls::Tenure;
 
 use super::error::PROCESS_NAME_MAX;
 use super::programs::ProcessIdentity;
-use super::shared::{Arrival, lock};
+use super::shared::Arrival;
 use super::{SegmentError, SegmentHost, SegmentKey};
 use crate::ownership::Holding;
 
@@ -36,16 +36,16 @@ impl SegmentHost {
         {
             return Err(SegmentError::NameTaken(process.to_owned()));
         }
-        match lock(&shared.processes).entry((tenant, process.to_owned())) {
+        match shared.processes.lock().entry((tenant, process.to_owned())) {
             Entry::Occupied(_) => return Err(SegmentError::NameTaken(process.to_owned())),
             Entry::Vacant(free) => free.insert(identity),
         };
         // It asks again for the outcome of hand-overs that are under way.
         let mut awaited = Vec::new();
         for (id, tenure) in held {
-            let entry = lock(&shared.segments).get(&SegmentKey { tenant, id: *id }).cloned();
+            let entry = shared.segments.lock().get(&SegmentKey { tenant, id: *id }).cloned();
             if let Some(entry) = entry {
-                let mut entry = lock(&entry);
+                let mut entry = entry.lock();
                 let is_same = entry.identity.is_some() && entry.identity == identity;
                 if is_same
                     && entry.tenure() == *tenure
@@ -60,7 +60,7 @@ impl SegmentHost {
         for status in self.list(tenant).into_iter().filter(|status| status.process == process) {
             let segment = SegmentKey { tenant, id: status.id };
             let Ok(entry) = shared.owned(segment) else { continue };
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             let is_same = entry.identity.is_some() && entry.identity == identity;
             if is_same && held.contains(&(status.id, entry.tenure())) {
                 still_held.push(status.id)
@@ -93,7 +93,7 @@ impl SegmentHost {
             left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
             let removed = self.shared.registry.remove_process(tenant, process);
             // Last, so that nothing of this is done to the next process of the name.
-            lock(&self.shared.processes).remove(&(tenant, process.to_owned()));
+            self.shared.processes.lock().remove(&(tenant, process.to_owned()));
             removed?;
         }
         Ok(())
@@ -106,7 +106,7 @@ impl SegmentHost {
     pub fn receive(&self, tenant: u32, process: &str, timeout: Duration) -> Option<Arrival> {
         let segment = self.shared.arrivals.wait(tenant, process, timeout)?;
         let entry = self.owned(segment).ok()?;
-        lock(&entry).arrival(segment)
+        entry.lock().arrival(segment)
     }
 
     /// Whether a process is open.

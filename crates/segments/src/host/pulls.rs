@@ -1,17 +1,18 @@
 //! Pulls pages: carries out what a puller has decided, and has the program see them.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::peer::{Lane, PAGES_MAX};
 use super::served::ServedFaults;
-use super::shared::{HostShared, Segment, lock};
+use super::shared::{HostShared, Segment};
 use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::Life;
 use crate::pulling::{ReadEnd, ReadMode, ReadOrder, Step};
+use parking_lot::Mutex;
 
 /// Pages that are read at once ahead of the program while its threads wait for pages now and then:
 /// so few that none waits long behind them.
@@ -30,7 +31,7 @@ impl HostShared {
     pub(super) fn pull(&self, segment: SegmentKey, page: u32) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         let step = {
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             loop {
                 // Otherwise a READ could begin after the hand-over, and end in a later generation.
                 if !entry.holder.has_access() {
@@ -43,7 +44,7 @@ impl HostShared {
                     // Another thread reads it.
                     None => {
                         let pulled = Arc::clone(&entry.pulled);
-                        entry = pulled.wait(entry).unwrap_or_else(PoisonError::into_inner);
+                        pulled.wait(&mut entry);
                     }
                 }
             }
@@ -62,7 +63,7 @@ impl HostShared {
     pub(super) fn demand(&self, segment: SegmentKey, pages: &[u32]) -> Result<bool, SegmentError> {
         let entry = self.owned(segment)?;
         let steps: Vec<Step> = {
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             if !entry.holder.has_access() {
                 return Err(SegmentError::NotOwned(segment));
             }
@@ -101,7 +102,7 @@ impl HostShared {
     pub(super) fn pull_all(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         while self.pull_ahead(segment)? {}
         let entry = self.owned(segment)?;
-        let pages = lock(&entry).memory.as_ref().map_or(0, SegmentMemory::pages);
+        let pages = entry.lock().memory.as_ref().map_or(0, SegmentMemory::pages);
         (0..pages).try_for_each(|page| self.pull(segment, page))?;
         self.finish(segment, &entry);
         Ok(())
@@ -110,7 +111,7 @@ impl HostShared {
     /// Gives up the pages that are not here.
     pub(super) fn discard(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
-        if let Some(puller) = &mut lock(&entry).puller {
+        if let Some(puller) = &mut entry.lock().puller {
             puller.discard();
         }
         self.release_copies(segment, &entry);
@@ -125,7 +126,7 @@ impl HostShared {
     pub(super) fn pull_ahead(&self, segment: SegmentKey) -> Result<bool, SegmentError> {
         let pages_max = if self.precedence.give_way() { PAGES_BETWEEN_DEMANDS } else { PAGES_MAX };
         let entry = self.owned(segment)?;
-        let steps: Vec<Step> = match &mut lock(&entry).puller {
+        let steps: Vec<Step> = match &mut entry.lock().puller {
             None => return Ok(false),
             Some(puller) => std::iter::from_fn(|| puller.ahead()).take(pages_max as usize).collect(),
         };
@@ -163,7 +164,7 @@ impl HostShared {
                 self.read(segment, entry, &alike)
             };
             {
-                let mut entry = lock(entry);
+                let mut entry = entry.lock();
                 let generation = entry.copies[0].link.generation;
                 for (order, end) in alike.iter().zip(ends) {
                     let next = entry.puller.as_mut().and_then(|puller| puller.read_ended(order.page, end));
@@ -180,7 +181,7 @@ impl HostShared {
         }
         match pulled.first_lost {
             Some(page) => Err(SegmentError::Lost { segment, page }),
-            None if !lock(entry).holder.has_access() => Err(SegmentError::NotOwned(segment)),
+            None if !entry.lock().holder.has_access() => Err(SegmentError::NotOwned(segment)),
             None => Ok(()),
         }
     }
@@ -190,7 +191,7 @@ impl HostShared {
         let gone = || vec![ReadEnd::Gone; orders.len()];
         let ReadOrder { from, mode, .. } = orders[0];
         let (data, place) = {
-            let entry = lock(entry);
+            let entry = entry.lock();
             let Some(memory) = &entry.memory else { return gone() };
             if mode == ReadMode::Own {
                 let is_present = |order: &ReadOrder| memory.is_present(from.generation, order.page);
@@ -205,7 +206,7 @@ impl HostShared {
         let Some(mut place) = place else { return gone() };
         loop {
             if let Some(peer) = self.peer(from.at, lane, Some(place.address)) {
-                let ends = lock(&peer).read(&data, &place, &pages, mode);
+                let ends = peer.lock().read(&data, &place, &pages, mode);
                 if let Some(ends) = ends {
                     return ends;
                 }
@@ -216,7 +217,7 @@ impl HostShared {
                 return gone();
             }
             // It is not needed any more.
-            if !lock(entry).copies.iter().any(|place| place.link == from) {
+            if !entry.lock().copies.iter().any(|place| place.link == from) {
                 return gone();
             }
             // An agent that was restarted has it elsewhere.
@@ -226,7 +227,7 @@ impl HostShared {
                 Some(_) => return gone(),
                 None => std::thread::sleep(RETRY_INTERVAL),
             }
-            if let Some(known) = lock(entry).copies.iter_mut().find(|known| known.link == from) {
+            if let Some(known) = entry.lock().copies.iter_mut().find(|known| known.link == from) {
                 *known = place;
             }
         }
@@ -235,7 +236,7 @@ impl HostShared {
     /// If all pages are here, tells the other hosts that their copies are not needed.
     pub(super) fn finish(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
         {
-            let mut entry = lock(entry);
+            let mut entry = entry.lock();
             if entry.puller.as_ref().is_none_or(|puller| puller.missing() > 0 || !puller.is_idle()) {
                 return;
             }
@@ -247,7 +248,7 @@ impl HostShared {
     /// Tells the other hosts that have copies of a segment that these are not needed.
     pub(super) fn release_copies(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
         let (others, generation) = {
-            let mut entry = lock(entry);
+            let mut entry = entry.lock();
             let Some(first) = entry.copies.first() else { return };
             let generation = first.link.generation;
             let others = entry.copies.split_off(1);
@@ -295,7 +296,7 @@ impl Extend<Step> for Pulled {
 impl Pulled {
     /// Maps the pages in the program, and lets the threads go on that wait for them.
     fn show(&mut self, entry: &Mutex<Segment>) {
-        let faults = lock(entry).served.as_ref().and_then(ServedFaults::faults);
+        let faults = entry.lock().served.as_ref().and_then(ServedFaults::faults);
         let (complete, lost) = (std::mem::take(&mut self.complete), std::mem::take(&mut self.lost));
         let Some(faults) = faults else { return };
         let runs = complete.chunk_by(|page, next| *next == page + 1);

@@ -1,14 +1,16 @@
 //! What an earlier process of the agent has left.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use aquifer_directory::DirectoryRetries;
+use aquifer_ipc::HeldKind;
+use parking_lot::Mutex;
 
 use super::journal::JournalEntry;
 use super::kept::KeptSegment;
 use super::memory::{SEGMENT_DESCRIPTORS, SegmentMemory};
 use super::programs::ProcessIdentity;
-use super::shared::{HostShared, Job, Segment, lock};
+use super::shared::{HostShared, Job, Segment};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::{Holding, Input};
 use crate::pulling::{Lineage, Puller};
@@ -39,11 +41,11 @@ impl HostShared {
                 Err(error) => {
                     let segment = kept.segment;
                     tracing::error!(%segment, %error, "a kept segment is unusable; it is lost");
-                    self.keeper.release(number);
+                    self.keeper.release(HeldKind::Segment, number);
                 }
             }
         }
-        let is_held = |segment| lock(&self.segments).contains_key(&segment);
+        let is_held = |segment| self.segments.lock().contains_key(&segment);
         let owned = retries.repeat(|| self.registry.segments_of(self.own))?;
         for lost in owned.into_iter().filter(|segment| !is_held(*segment)) {
             tracing::error!(segment = %lost, "a segment was lost with the agent's last process");
@@ -82,8 +84,8 @@ impl HostShared {
             }
             Holding::Absent | Holding::Prepared { .. } => false,
         };
-        let newer = lock(&self.segments).get(&segment).cloned();
-        let newer = newer.is_some_and(|other| lock(&other).generation() > restored.generation());
+        let newer = self.segments.lock().get(&segment).cloned();
+        let newer = newer.is_some_and(|other| other.lock().generation() > restored.generation());
         if is_gone || newer {
             restored.memory.iter().for_each(|memory| self.close_memory(memory));
             return Ok(());
@@ -91,8 +93,8 @@ impl HostShared {
         let mut outputs = Vec::new();
         restored.holder.step(&Input::Restarted, &mut outputs);
         restored.save();
-        let older = lock(&self.segments).insert(segment, Arc::new(Mutex::new(restored)));
-        let older = older.and_then(|older| lock(&older).memory.take());
+        let older = self.segments.lock().insert(segment, Arc::new(Mutex::new(restored)));
+        let older = older.and_then(|older| older.lock().memory.take());
         older.iter().for_each(|memory| self.close_memory(memory));
         self.leave(Job::CarryOut(segment, outputs));
         Ok(())
@@ -106,13 +108,15 @@ impl HostShared {
         process: &str,
         identity: Option<ProcessIdentity>,
     ) -> bool {
-        let entries: Vec<_> = lock(&self.segments)
+        let entries: Vec<_> = self
+            .segments
+            .lock()
             .iter()
             .filter(|(segment, _)| segment.tenant == tenant)
             .map(|(_, entry)| Arc::clone(entry))
             .collect();
         entries.iter().any(|entry| {
-            let entry = lock(entry);
+            let entry = entry.lock();
             let owner = entry.identity.filter(|_| entry.holder.has_access() && entry.process == process);
             owner.is_some_and(|owner| Some(owner) != identity && owner.is_running())
         })
@@ -120,7 +124,7 @@ impl HostShared {
 
     /// Whether the host is being dropped.
     pub(super) fn is_ending(&self) -> bool {
-        lock(&self.jobs).is_none()
+        self.jobs.lock().is_none()
     }
 }
 

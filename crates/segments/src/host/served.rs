@@ -9,7 +9,7 @@ use aquifer_arena::PageFaults;
 use aquifer_channel::descriptor_shares::THREAD_DESCRIPTORS;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
-use super::shared::{HostShared, lock};
+use super::shared::HostShared;
 use super::{SegmentError, SegmentKey};
 
 /// Faults that are served. Its threads end after it is dropped.
@@ -158,11 +158,11 @@ impl HostShared {
         if !is_userfaultfd(&uffd) {
             return Err(SegmentError::Thread(io::Error::other("the descriptor is no userfaultfd")));
         }
-        let entry = lock(&self.segments).get(&segment).cloned();
+        let entry = self.segments.lock().get(&segment).cloned();
         let entry = entry.ok_or(SegmentError::NotOwned(segment))?;
-        let (address, bytes) = lock(&entry).place().ok_or(SegmentError::NotOwned(segment))?;
+        let (address, bytes) = entry.lock().place().ok_or(SegmentError::NotOwned(segment))?;
         let served = ServedFaults::new(PageFaults::new(uffd, address, bytes))?;
-        let mut entry = lock(&entry);
+        let mut entry = entry.lock();
         if !entry.may_serve() {
             return Err(SegmentError::NotOwned(segment));
         }
@@ -179,17 +179,17 @@ impl HostShared {
 
     /// Whether the faults of a process's segment may be served.
     pub(super) fn may_serve(&self, segment: SegmentKey, process: &str) -> bool {
-        let entry = lock(&self.segments).get(&segment).cloned();
+        let entry = self.segments.lock().get(&segment).cloned();
         entry.is_some_and(|entry| {
-            let entry = lock(&entry);
+            let entry = entry.lock();
             entry.may_serve() && entry.process == process
         })
     }
 
     /// Ends the serving of a segment's faults.
     pub(super) fn end_faults(&self, segment: SegmentKey) {
-        if let Some(entry) = lock(&self.segments).get(&segment).cloned() {
-            lock(&entry).served = None;
+        if let Some(entry) = self.segments.lock().get(&segment).cloned() {
+            entry.lock().served = None;
         }
     }
 }

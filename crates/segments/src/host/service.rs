@@ -4,10 +4,10 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -17,20 +17,22 @@ use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::{Directory, DirectoryRetries, Lease};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{ClusterKey, Host, Identity, Limits, REGIONS_LIMIT, TargetError, Tenant};
+use aquifer_keeper::KeeperStore;
+use parking_lot::Mutex;
 
 use super::SegmentKey;
 use super::answers::Handler;
 use super::arrivals::Arrivals;
 use super::error::SegmentError;
 use super::held_bytes::HeldBytes;
-use super::kept::{KeptSegment, SegmentKeeper};
+use super::kept::{HostLease, KeptSegment};
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::pace::Pace;
 use super::precedence::Precedence;
 use super::programs::ProcessIdentity;
 use super::registry::{Creation, Registry};
 use super::served::ServedFaults;
-use super::shared::{Arrival, HostShared, Segment, lock};
+use super::shared::{Arrival, HostShared, Segment};
 use super::statistics::Statistics;
 use super::wire::MESSAGE_BYTES_MAX;
 use crate::ownership::{Evidence, Holder, Holding, Input, Life, Stage};
@@ -69,6 +71,8 @@ pub struct SegmentOptions {
     pub descriptors: Arc<DescriptorShares>,
     /// Whether the start waits for the directory.
     pub retries: DirectoryRetries,
+    /// The lease of the host, without which programs are not served.
+    pub lease: Arc<dyn HostLease>,
 }
 
 /// The segments of a host.
@@ -76,6 +80,7 @@ pub struct SegmentOptions {
 pub struct SegmentHost {
     pub(super) shared: Arc<HostShared>,
     worker: Option<JoinHandle<()>>,
+    lease: Arc<dyn HostLease>,
     grace: Duration,
     pub(super) sockets: PathBuf,
 }
@@ -90,7 +95,7 @@ impl SegmentHost {
         options: &SegmentOptions,
         directory: Arc<dyn Directory>,
         lease: Lease,
-        keeper: Arc<dyn SegmentKeeper>,
+        keeper: Arc<dyn KeeperStore>,
         kept: Vec<KeptSegment>,
     ) -> Result<Self, SegmentError> {
         let SegmentOptions {
@@ -140,7 +145,8 @@ impl SegmentHost {
         let worker = std::thread::Builder::new().name("segments".into()).spawn(work);
         let worker = worker
             .map_err(|source| TargetError::System { what: "cannot start a thread for segments", source })?;
-        let started = Self { shared, worker: Some(worker), grace, sockets: sockets.clone() };
+        let (own_lease, sockets) = (Arc::clone(&options.lease), sockets.clone());
+        let started = Self { shared, worker: Some(worker), lease: own_lease, grace, sockets };
         options.retries.repeat(|| started.shared.registry.join(own, address, lease))?;
         Ok(started)
     }
@@ -148,17 +154,16 @@ impl SegmentHost {
     /// Whether the host's lease lasts for sure.
     #[must_use]
     pub fn is_member(&self) -> bool {
-        self.shared.keeper.is_member()
+        self.lease.lasts()
     }
 
     /// Waits until the faults of a segment are served whose process has just received it, but not
     /// for ever.
     pub(super) fn await_arming(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
-        let entry = lock(&entry);
+        let mut entry = entry.lock();
         let pulled = Arc::clone(&entry.pulled);
-        let waited = pulled.wait_timeout_while(entry, ARMING_PATIENCE, |entry| entry.is_arming);
-        drop(waited);
+        let _late = pulled.wait_while_for(&mut entry, |entry| entry.is_arming, ARMING_PATIENCE);
         Ok(())
     }
 
@@ -185,7 +190,7 @@ impl SegmentHost {
             return Err(SegmentError::Length(bytes));
         }
         let memory = shared.new_memory(segment, bytes)?;
-        let _alone = lock(&shared.creating);
+        let _alone = shared.creating.lock();
         let mut created = shared.registry.create(segment, shared.own, bytes, Evidence::default());
         if let Ok(Creation::Exists) = created
             && let Ok(evidence) = shared.evidence(segment)
@@ -234,9 +239,9 @@ impl SegmentHost {
         };
         new.save();
         let arrival = new.arrival(segment).expect("it has memory");
-        let former = lock(&shared.segments).insert(segment, Arc::new(Mutex::new(new)));
+        let former = shared.segments.lock().insert(segment, Arc::new(Mutex::new(new)));
         // A copy of a segment that had this number and was deallocated.
-        let copy = former.and_then(|former| lock(&former).memory.take());
+        let copy = former.and_then(|former| former.lock().memory.take());
         copy.iter().for_each(|copy| shared.close_memory(copy));
         arrival
     }
@@ -254,7 +259,7 @@ impl SegmentHost {
             return Err(SegmentError::Busy(segment));
         }
         let memory = {
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             let holder = entry.holder.deallocated().ok_or(SegmentError::Busy(segment))?;
             let memory = entry.memory.take();
             let others = std::mem::take(&mut entry.copies);
@@ -286,15 +291,15 @@ impl SegmentHost {
         self.abort(segment)?;
         let entry = self.owned(segment)?;
         let to = self.shared.registry.find_process(segment.tenant, process)?;
-        let to = to.filter(|_| lock(&entry).process != process);
+        let to = to.filter(|_| entry.lock().process != process);
         let to = to.ok_or_else(|| SegmentError::NoProcess(process.to_owned()))?;
-        process.clone_into(&mut lock(&entry).target);
+        process.clone_into(&mut entry.lock().target);
         if to == self.shared.own {
             return Ok(());
         }
         let connected = self.connect_to_host(segment, &entry, to);
         if connected.is_err() {
-            lock(&entry).target.clear();
+            entry.lock().target.clear();
         }
         connected
     }
@@ -307,18 +312,18 @@ impl SegmentHost {
         to: Life,
     ) -> Result<(), SegmentError> {
         if self.shared.registry.address(to)?.is_none() {
-            return Err(SegmentError::Unreachable(lock(entry).target.clone()));
+            return Err(SegmentError::Unreachable(entry.lock().target.clone()));
         }
-        if lock(entry).copies.len() >= LINKS_MAX {
+        if entry.lock().copies.len() >= LINKS_MAX {
             return Err(SegmentError::Scattered(segment));
         }
         self.settle(segment, entry);
         self.shared.run(segment, entry, Input::Connect(to));
-        if matches!(lock(entry).holder.holding(), Holding::Owned { stage: Stage::Preparing(_), .. }) {
+        if matches!(entry.lock().holder.holding(), Holding::Owned { stage: Stage::Preparing(_), .. }) {
             // There was no answer.
             self.shared.run(segment, entry, Input::Abort);
         }
-        match lock(entry).holder.holding() {
+        match entry.lock().holder.holding() {
             Holding::Owned { stage: Stage::Ready(ready), .. } if ready == to => Ok(()),
             _ => Err(SegmentError::Declined(segment)),
         }
@@ -327,16 +332,16 @@ impl SegmentHost {
     /// If the segment has just arrived, or the agent was restarted, the worker may not have told
     /// the directory yet.
     pub(super) fn settle(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
-        if lock(entry).is_unsettled() {
+        if entry.lock().is_unsettled() {
             self.shared.run(segment, entry, Input::Tick);
         }
-        let entry = lock(entry);
+        let mut entry = entry.lock();
         let changed = Arc::clone(&entry.pulled);
         let must_wait = |entry: &mut Segment| {
             entry.is_unsettled()
                 || matches!(entry.holder.holding(), Holding::Owned { stage: Stage::Retracting, .. })
         };
-        let _waited = changed.wait_timeout_while(entry, SETTLE_PATIENCE, must_wait);
+        let _late = changed.wait_while_for(&mut entry, must_wait, SETTLE_PATIENCE);
     }
 
     /// Hands a segment over that is prepared. The program must not have access any more.
@@ -346,12 +351,12 @@ impl SegmentHost {
     /// may have arrived.
     pub fn transfer(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
-        let is_ready = matches!(lock(&entry).holder.holding(), Holding::Owned { stage: Stage::Ready(_), .. });
+        let is_ready = matches!(entry.lock().holder.holding(), Holding::Owned { stage: Stage::Ready(_), .. });
         if !is_ready {
             return self.pass_on(segment, &entry);
         }
         let began = Instant::now();
-        lock(&entry).is_awaited = true;
+        entry.lock().is_awaited = true;
         self.shared.run(segment, &entry, Input::Transfer);
         self.await_outcome(segment, &entry)?;
         self.shared.statistics.transfers.record(began.elapsed());
@@ -361,9 +366,9 @@ impl SegmentHost {
     /// Whether a process has, or had last, a segment for this tenure.
     #[must_use]
     pub fn is_tenure(&self, segment: SegmentKey, process: &str, tenure: Tenure) -> bool {
-        let entry = lock(&self.shared.segments).get(&segment).cloned();
+        let entry = self.shared.segments.lock().get(&segment).cloned();
         entry.is_some_and(|entry| {
-            let entry = lock(&entry);
+            let entry = entry.lock();
             entry.process == process && entry.tenure() == tenure
         })
     }
@@ -373,11 +378,11 @@ impl SegmentHost {
     /// # Errors
     /// Those of [`Self::transfer`].
     pub fn transfer_again(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
-        let entry = lock(&self.shared.segments).get(&segment).cloned();
+        let entry = self.shared.segments.lock().get(&segment).cloned();
         // It is not here any more: it has arrived.
         let Some(entry) = entry else { return Ok(()) };
         {
-            let mut entry = lock(&entry);
+            let mut entry = entry.lock();
             if entry.process != process {
                 // It is another process's of this host.
                 return Ok(());
@@ -390,14 +395,14 @@ impl SegmentHost {
     /// Waits until it is known whether a segment has arrived, but not for ever.
     fn await_outcome(&self, segment: SegmentKey, entry: &Mutex<Segment>) -> Result<(), SegmentError> {
         let until = Instant::now() + OUTCOME_PATIENCE;
-        if matches!(lock(entry).holder.holding(), Holding::Sent { .. }) {
+        if matches!(entry.lock().holder.holding(), Holding::Sent { .. }) {
             self.shared.run(segment, entry, Input::Tick);
         }
-        let mut entry = lock(entry);
+        let mut entry = entry.lock();
         while matches!(entry.holder.holding(), Holding::Sent { .. }) && Instant::now() < until {
             // The worker asks for it.
             let changed = Arc::clone(&entry.pulled);
-            entry = changed.wait_timeout(entry, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+            changed.wait_for(&mut entry, LOOK);
         }
         entry.is_awaited = false;
         let statistics = &self.shared.statistics;
@@ -417,7 +422,7 @@ impl SegmentHost {
     /// Hands a segment over to another process of this host.
     fn pass_on(&self, segment: SegmentKey, entry: &Mutex<Segment>) -> Result<(), SegmentError> {
         let target = {
-            let mut entry = lock(entry);
+            let mut entry = entry.lock();
             let target = std::mem::take(&mut entry.target);
             if !self.has_process(segment.tenant, &target) {
                 return Err(SegmentError::Declined(segment));
@@ -439,7 +444,7 @@ impl SegmentHost {
     /// If the segment is not owned here.
     pub fn abort(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
-        lock(&entry).target.clear();
+        entry.lock().target.clear();
         self.shared.run(segment, &entry, Input::Abort);
         Ok(())
     }
@@ -454,9 +459,9 @@ impl SegmentHost {
     #[must_use]
     pub fn list_all(&self) -> Vec<SegmentStatus> {
         let entries: Vec<_> =
-            lock(&self.shared.segments).iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
+            self.shared.segments.lock().iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
         let status = |(segment, entry): (SegmentKey, Arc<Mutex<Segment>>)| {
-            let status = lock(&entry).status(segment)?;
+            let status = entry.lock().status(segment)?;
             let is_open = self.shared.has_process(segment.tenant, &status.process);
             Some(SegmentStatus { is_open, ..status })
         };
@@ -475,7 +480,7 @@ impl SegmentHost {
     /// If the segment is not owned here, its process is not open, or there is no such process.
     pub fn request(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
-        let owner = lock(&entry).process.clone();
+        let owner = entry.lock().process.clone();
         if owner == process {
             return Ok(());
         }
@@ -496,7 +501,7 @@ impl SegmentHost {
     pub fn free(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let (owner, identity) = {
             let entry = self.owned(segment)?;
-            let entry = lock(&entry);
+            let entry = entry.lock();
             (entry.process.clone(), entry.identity)
         };
         if self.has_process(segment.tenant, &owner) || identity.is_some_and(ProcessIdentity::is_running) {
@@ -508,7 +513,7 @@ impl SegmentHost {
     /// Whether a process of this host owns a segment.
     #[must_use]
     pub fn is_owned_by(&self, segment: SegmentKey, process: &str) -> bool {
-        self.owned(segment).is_ok_and(|entry| lock(&entry).process == process)
+        self.owned(segment).is_ok_and(|entry| entry.lock().process == process)
     }
 
     /// Whether a segment is owned here.
@@ -523,7 +528,7 @@ impl SegmentHost {
     /// If it is not owned here.
     pub fn bytes(&self, segment: SegmentKey) -> Result<u64, SegmentError> {
         let entry = self.owned(segment)?;
-        lock(&entry).bytes().ok_or(SegmentError::NotOwned(segment))
+        entry.lock().bytes().ok_or(SegmentError::NotOwned(segment))
     }
 
     /// Serves the faults of the mapping of a segment in a program, as it comes from this
@@ -570,7 +575,7 @@ impl SegmentHost {
     pub fn close(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         self.shared.pull_all(segment)?;
         let entry = self.owned(segment)?;
-        let served = lock(&entry).served.take();
+        let served = entry.lock().served.take();
         let faults = served.as_ref().and_then(ServedFaults::faults);
         let _was_complete = faults.map(|faults| faults.disarm());
         Ok(())
@@ -583,9 +588,9 @@ impl SegmentHost {
 
 impl Drop for SegmentHost {
     fn drop(&mut self) {
-        let segments: Vec<_> = lock(&self.shared.segments).keys().copied().collect();
+        let segments: Vec<_> = self.shared.segments.lock().keys().copied().collect();
         segments.into_iter().for_each(|segment| self.shared.end_faults(segment));
-        lock(&self.shared.jobs).take();
+        self.shared.jobs.lock().take();
         let ended = self.worker.take().map(JoinHandle::join);
         debug_assert!(ended.is_none_or(|ended| ended.is_ok()), "the thread of segments panicked");
     }

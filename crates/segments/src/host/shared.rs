@@ -1,22 +1,24 @@
 //! What the parts of a host share.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use aquifer_arena::calls::{Answer, SegmentStatus, Tenure};
 use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
+use aquifer_ipc::{HeldItem, HeldKind};
+use aquifer_keeper::KeeperStore;
+use parking_lot::{Condvar, Mutex};
 use rustix::net::{Shutdown, shutdown};
 
 use super::arrivals::Arrivals;
 use super::copies::RestoringMemory;
 use super::held_bytes::HeldBytes;
 use super::journal::JournalEntry;
-use super::kept::SegmentKeeper;
 use super::memory::{PAGE_BYTES, SEGMENT_DESCRIPTORS, SegmentMemory};
 use super::numbers::UsedNumbers;
 use super::pace::Pace;
@@ -52,7 +54,7 @@ pub(super) struct HostShared {
     pub lease: LeaseId,
     /// The processes that accept segments, by tenant and name.
     pub processes: Mutex<BTreeMap<(u32, String), Option<ProcessIdentity>>>,
-    pub keeper: Arc<dyn SegmentKeeper>,
+    pub keeper: Arc<dyn KeeperStore>,
     /// Under which the keeper holds the next memory.
     pub next_number: AtomicU64,
     /// What has arrived for them.
@@ -127,8 +129,8 @@ pub struct Arrival {
 impl HostShared {
     /// A segment that is owned here.
     pub(super) fn owned(&self, segment: SegmentKey) -> Result<Arc<Mutex<Segment>>, SegmentError> {
-        let entry = lock(&self.segments).get(&segment).cloned();
-        let is_owned = |entry: &Arc<Mutex<Segment>>| lock(entry).holder.has_access();
+        let entry = self.segments.lock().get(&segment).cloned();
+        let is_owned = |entry: &Arc<Mutex<Segment>>| entry.lock().holder.has_access();
         entry.filter(is_owned).ok_or(SegmentError::NotOwned(segment))
     }
 
@@ -148,7 +150,7 @@ impl HostShared {
     /// A segment for a process, if that owns it.
     pub(super) fn arrival_for(&self, segment: SegmentKey, process: &str) -> Option<Arrival> {
         let entry = self.owned(segment).ok()?;
-        let mut entry = lock(&entry);
+        let mut entry = entry.lock();
         let arrival = entry.arrival(segment).filter(|_| entry.process == process)?;
         entry.is_arming = arrival.is_partial;
         Some(arrival)
@@ -168,7 +170,7 @@ impl HostShared {
     pub(super) fn new_memory(&self, segment: SegmentKey, bytes: u64) -> Result<SegmentMemory, SegmentError> {
         let descriptors = self.descriptors.charge(segment.tenant, SEGMENT_DESCRIPTORS)?;
         let owner = descriptors.owner();
-        lock(&self.numbers).add(owner, segment)?;
+        self.numbers.lock().add(owner, segment)?;
         self.held_bytes.charge(owner, bytes)?;
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let memory = match SegmentMemory::create(&self.target, number, segment.tenant, bytes, descriptors) {
@@ -178,19 +180,21 @@ impl HostShared {
                 return Err(error.into());
             }
         };
-        match self.keeper.hold(number, segment, memory.fds()) {
+        let record = serde_json::to_string(&segment).expect("numbers can be serialised");
+        let item = HeldItem { kind: HeldKind::Segment, id: number, pid: 0, uid: segment.tenant, record };
+        match self.keeper.hold(&item, &memory.fds()) {
             Ok(()) => Ok(memory),
-            Err(reason) => {
+            Err(refused) => {
                 memory.close(&self.target);
                 self.held_bytes.release(owner, bytes);
-                Err(SegmentError::Keeper(reason))
+                Err(refused.into())
             }
         }
     }
 
     /// Frees the memory of a segment. No READ into it is in flight.
     pub(super) fn close_memory(&self, memory: &SegmentMemory) {
-        self.keeper.release(memory.number);
+        self.keeper.release(HeldKind::Segment, memory.number);
         memory.close(&self.target);
         self.held_bytes.free_in_background(memory.owner(), &memory.data);
     }
@@ -198,14 +202,14 @@ impl HostShared {
     /// Frees the memory of a segment as [`Self::close_memory`] does, before it returns: the program
     /// that waits may allocate as much.
     pub(super) fn close_memory_now(&self, memory: &SegmentMemory) {
-        self.keeper.release(memory.number);
+        self.keeper.release(HeldKind::Segment, memory.number);
         memory.close(&self.target);
         self.held_bytes.free(memory.owner(), &memory.data);
     }
 
     /// The process that is open under a name.
     pub(super) fn identity_of(&self, tenant: u32, process: &str) -> Option<ProcessIdentity> {
-        lock(&self.processes).get(&(tenant, process.to_owned())).copied().flatten()
+        self.processes.lock().get(&(tenant, process.to_owned())).copied().flatten()
     }
 }
 
@@ -314,8 +318,4 @@ impl Segment {
 
 pub(super) fn warn_of_directory(error: &DirectoryError) {
     tracing::warn!(%error, "the directory failed during a hand-over");
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,13 +1,11 @@
 //! What a host has done with segments since its agent started.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use aquifer_arena::calls::{Times, Totals};
 use hdrhistogram::Histogram;
-
-use super::shared::lock;
+use parking_lot::Mutex;
 
 /// Longest time that is told from longer ones.
 const LONGEST_NS: u64 = 60_000_000_000;
@@ -74,13 +72,13 @@ impl TimesOf {
     /// Counts a time.
     pub fn record(&self, time: Duration) {
         let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        let mut recorded = lock(&self.0);
+        let mut recorded = self.0.lock();
         recorded.histogram.saturating_record(ns);
         recorded.sum_ns = recorded.sum_ns.saturating_add(ns);
     }
 
     fn summary(&self) -> Times {
-        let recorded = lock(&self.0);
+        let recorded = self.0.lock();
         let us = |ns: u64| ns.div_ceil(1000);
         Times {
             count: recorded.histogram.len(),
@@ -94,7 +92,7 @@ impl TimesOf {
     /// number of times above the bound before and up to it; then the number of longer ones.
     #[must_use]
     pub fn between(&self, bounds_ns: &[u64]) -> (u64, Vec<u64>) {
-        let recorded = lock(&self.0);
+        let recorded = self.0.lock();
         let mut counts = vec![0; bounds_ns.len() + 1];
         for value in recorded.histogram.iter_recorded() {
             let at = bounds_ns.partition_point(|bound| *bound < value.value_iterated_to());

@@ -4,16 +4,19 @@
 #![allow(dead_code)]
 
 use std::collections::BTreeMap;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use aquifer_channel::HoldRefused;
 use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_directory::names::{self, HolderRecord};
 use aquifer_directory::{Directory, DirectoryRetries, LeaseId};
 use aquifer_fabric::ClusterKey;
-use aquifer_segments::host::{KeptSegment, SegmentHost, SegmentKeeper, SegmentKey, SegmentOptions};
+use aquifer_ipc::{HeldItem, HeldKind};
+use aquifer_keeper::KeeperStore;
+use aquifer_segments::host::{HostLease, KeptSegment, SegmentHost, SegmentKey, SegmentOptions};
 use aquifer_segments::ownership::Life;
 
 const KEY: ClusterKey = ClusterKey([7; 32]);
@@ -55,9 +58,10 @@ impl Records {
             sockets,
             descriptors,
             retries: DirectoryRetries::none(),
+            lease: Arc::new(EndlessLease),
         };
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
-        let own_keeper = Arc::clone(keeper) as Arc<dyn SegmentKeeper>;
+        let own_keeper = Arc::clone(keeper) as Arc<dyn KeeperStore>;
         SegmentHost::start(&options, directory, lease, own_keeper, keeper.kept()).unwrap()
     }
 
@@ -80,19 +84,19 @@ pub fn open(host: &SegmentHost, tenant: u32) {
     host.open_process(tenant, &name(host), None, &[]).unwrap();
 }
 
-/// Holds the memory of a host that ends and starts again.
+/// A keeper of the memory of a host that ends and starts again.
 #[derive(Debug, Default)]
-pub struct TestKeeper(Mutex<BTreeMap<u64, (SegmentKey, [OwnedFd; 2])>>);
+pub struct TestKeeper(Mutex<BTreeMap<u64, (SegmentKey, Vec<OwnedFd>)>>);
 
 impl TestKeeper {
     fn kept(&self) -> Vec<KeptSegment> {
         let copy = |fd: &OwnedFd| fd.try_clone().unwrap();
         let kept = self.0.lock().unwrap();
-        let kept = kept.iter().map(|(number, (segment, [data, present]))| KeptSegment {
+        let kept = kept.iter().map(|(number, (segment, fds))| KeptSegment {
             number: *number,
             segment: *segment,
-            data: copy(data),
-            present: copy(present),
+            data: copy(&fds[0]),
+            present: copy(&fds[1]),
         });
         kept.collect()
     }
@@ -102,19 +106,31 @@ impl TestKeeper {
     }
 }
 
-impl SegmentKeeper for TestKeeper {
-    fn hold(&self, number: u64, segment: SegmentKey, fds: [BorrowedFd<'_>; 2]) -> Result<(), String> {
-        let fds = fds.map(|fd| fd.try_clone_to_owned().unwrap());
-        let former = self.0.lock().unwrap().insert(number, (segment, fds));
-        assert!(former.is_none(), "number {number} is in use");
+impl KeeperStore for TestKeeper {
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
+        let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+        let segment = serde_json::from_str(&item.record).unwrap();
+        assert_eq!(item.kind, HeldKind::Segment);
+        let former = self.0.lock().unwrap().insert(item.id, (segment, fds));
+        assert!(former.is_none(), "number {} is in use", item.id);
         Ok(())
     }
 
-    fn release(&self, number: u64) {
-        self.0.lock().unwrap().remove(&number);
+    fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
+        self.hold(item, &fds.iter().map(AsFd::as_fd).collect::<Vec<_>>())
     }
 
-    fn is_member(&self) -> bool {
+    fn release(&self, _kind: HeldKind, id: u64) {
+        self.0.lock().unwrap().remove(&id);
+    }
+}
+
+/// A lease that lasts.
+#[derive(Debug)]
+struct EndlessLease;
+
+impl HostLease for EndlessLease {
+    fn lasts(&self) -> bool {
         true
     }
 }

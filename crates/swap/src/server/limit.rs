@@ -4,11 +4,12 @@
 //! enough out.
 
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::size::ByteSize;
 use aquifer_pager::LIMIT_BYTES_MIN;
+use parking_lot::{Condvar, Mutex};
 
 use crate::protect::permit_swapping;
 use crate::setup::cgroup::{Cgroup, LimitChange};
@@ -82,7 +83,7 @@ impl DeviceLimit {
         tracing::info!(bytes, "limit changed");
         self.bytes = bytes;
         self.changed_at = Some(Instant::now());
-        let mut state = self.changes.lock();
+        let mut state = self.changes.state.lock();
         (state.wanted, state.failure) = (Some(bytes - self.share_bytes), None);
         drop(state);
         self.changes.changed.notify_all();
@@ -91,7 +92,7 @@ impl DeviceLimit {
     /// A notice to the user that the limit cannot be reached, if there is one.
     pub(super) fn drain_notice(&mut self) -> Option<String> {
         let changed_at = self.changed_at?;
-        let mut state = self.changes.lock();
+        let mut state = self.changes.state.lock();
         if let Some(failure) = state.failure.take() {
             self.changed_at = None;
             return Some(format!("the limit could not be changed: {failure}"));
@@ -114,7 +115,7 @@ impl DeviceLimit {
 
 impl Drop for DeviceLimit {
     fn drop(&mut self) {
-        self.changes.lock().is_stopped = true;
+        self.changes.state.lock().is_stopped = true;
         self.changes.changed.notify_all();
     }
 }
@@ -122,21 +123,20 @@ impl Drop for DeviceLimit {
 impl Changes {
     fn apply_until_stopped(&self, cgroup: &Cgroup, swap_bytes: u64) {
         permit_swapping();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while !state.is_stopped {
             let Some(wanted) = state.wanted else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
                 continue;
             };
             drop(state);
             let change = cgroup.change_limits(wanted, swap_bytes);
-            state = self.lock();
+            state = self.state.lock();
             match change {
                 Ok(LimitChange::Reached) if state.wanted == Some(wanted) => state.wanted = None,
                 Ok(LimitChange::Reached | LimitChange::Nearer) => {}
                 Ok(LimitChange::Stuck) => {
-                    let waited = self.changed.wait_timeout(state, RETRY_INTERVAL);
-                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    self.changed.wait_for(&mut state, RETRY_INTERVAL);
                 }
                 Err(error) if state.wanted == Some(wanted) => {
                     tracing::error!(%error, "changing the limit failed");
@@ -146,9 +146,5 @@ impl Changes {
                 Err(error) => tracing::warn!(%error, "changing the limit failed"),
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ChangeState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

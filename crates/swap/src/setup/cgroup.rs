@@ -6,12 +6,12 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::area::PAGE_BYTES;
 use super::record::{SetupRecord, SetupStep};
 use super::{SetupError, SetupUsage, read_number};
+use parking_lot::Mutex;
 
 /// The limit of memory and swap together, in version 1.
 const MEMSW_LIMIT: &str = "memory.memsw.limit_in_bytes";
@@ -101,7 +101,7 @@ impl Cgroup {
     /// # Errors
     /// If the limits cannot be read or written.
     pub fn change_limits(&self, limit_bytes: u64, swap_bytes: u64) -> Result<LimitChange, SetupError> {
-        let _one = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.limits.lock();
         match self.version {
             CgroupVersion::V1 => {
                 let change = self.change_limits_v1(limit_bytes, swap_bytes);
@@ -178,7 +178,7 @@ impl Cgroup {
     /// and shrinks again. Letting the kernel kill for a moment would wake them, too, but a program
     /// that finds no memory in that moment would be killed.
     fn wake_waiting(&self) -> Result<(), SetupError> {
-        let Ok(_one) = self.limits.try_lock() else {
+        let Some(_one) = self.limits.try_lock() else {
             // The limit is being changed, and they are woken afterwards.
             return Ok(());
         };

@@ -4,13 +4,14 @@
 use std::path::Path;
 use std::process::Command;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::traces::{TRACES, Trace, TraceHeap};
 use crate::bench::BenchError;
 use crate::bench::packing::Random;
+use parking_lot::Mutex;
 
 /// Steps of a trace that the threads make side by side.
 const STEPS_AT_ONCE: usize = 1024;
@@ -194,7 +195,7 @@ fn make_steps(
                 }
                 Step::Free(object) => (object, None),
             };
-            *objects[object as usize].lock().unwrap_or_else(PoisonError::into_inner) = value;
+            *objects[object as usize].lock() = value;
         }
         let _ = done.send(());
     }

@@ -1,8 +1,8 @@
 //! A peer of figure 11: a service whose requests the transport's thread hands to a worker, and
 //! whose answers it gets from there, as servers do that must not block their network threads.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender as Queue, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
@@ -10,6 +10,7 @@ use aquifer_fabric::{Admission, ClusterKey, Host, Limits, MessageHandler, Sender
 use aquifer_objects::access::AccessError;
 use aquifer_objects::client::{HeapClient, HeapRoute};
 use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
+use parking_lot::Mutex;
 
 use super::live::heap_error;
 use crate::bench::BenchError;
@@ -89,7 +90,7 @@ impl Worker {
 
 impl MessageHandler for Worker {
     fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>) {
-        let queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        let queues = self.queues.lock();
         let sent = queues.requests.send((from.who.tenant, message.to_vec()));
         let answered = sent.ok().and_then(|()| queues.answers.recv().ok());
         answer.extend_from_slice(&answered.expect("the worker ends after its queue"));

@@ -17,7 +17,7 @@ impl Partition {
     /// Marks the memory as complete, so that another store can adopt it. No thread may use the
     /// partition any more.
     pub fn complete(&self, shared: &Shared, identity: &Identity, now_s: u32, unix_s: i64) {
-        let mut inner = self.lock();
+        let mut inner = self.log.lock();
         // Nothing is evicted, cleaned or freed from now on.
         self.begin_leaving();
         self.drop_all_away(shared, &mut inner);
@@ -68,7 +68,7 @@ impl Partition {
         let log = log.map_err(damaged)?;
         let memory = Arc::clone(memory);
         let partition = Self { has_pool, ..Self::with_log(number, memory, layout, log, completed.items) };
-        let mut inner = partition.lock();
+        let mut inner = partition.log.lock();
         partition.charge_index(shared, &mut inner);
         partition.publish_oldest(&mut inner);
         drop(inner);
@@ -111,6 +111,6 @@ impl Partition {
 
     /// Items.
     pub fn items(&self) -> u64 {
-        self.lock().items
+        self.log.lock().items
     }
 }

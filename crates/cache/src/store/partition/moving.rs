@@ -83,12 +83,12 @@ impl Partition {
 
     /// The end of the runs in use at this time.
     pub fn runs_end(&self) -> u32 {
-        self.lock().log.runs_end()
+        self.log.lock().log.runs_end()
     }
 
     /// Bytes of the budget that the partition has at this time.
     pub fn charged(&self) -> u64 {
-        let inner = self.lock();
+        let inner = self.log.lock();
         inner.index_charged + inner.log.charged()
     }
 
@@ -107,7 +107,7 @@ impl Partition {
 
     /// What goes with the memory. No thread may serve requests for the partition any more.
     pub(in super::super) fn depart(&self, shared: &Shared, now_s: u32) -> Departure {
-        let mut inner = self.lock();
+        let mut inner = self.log.lock();
         // What the pool has is this server's.
         self.drop_all_away(shared, &mut inner);
         inner.log.seal_all(shared);
@@ -125,7 +125,7 @@ impl Partition {
 
     /// Serves requests again.
     pub(in super::super) fn stay(&self, shared: &Shared) {
-        let mut inner = self.lock();
+        let mut inner = self.log.lock();
         self.presence.set(Presence::Here);
         self.publish_oldest(&mut inner);
         // What was noted while nothing could be done here was forgotten.
@@ -140,7 +140,7 @@ impl Partition {
     /// # Errors
     /// If the system cannot take the memory back; it is used until the server ends.
     pub(in super::super) fn forget(&self, shared: &Shared, presence: Presence) -> io::Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.log.lock();
         inner.log.release_all(shared);
         shared.budget.free(inner.index_charged);
         *inner = Inner {
@@ -159,7 +159,7 @@ impl Partition {
 
     /// Serves requests, with cas numbers after this one for what is set from now on.
     pub(in super::super) fn begin(&self, shared: &Shared, cas: u64) {
-        self.lock().log.cas = cas;
+        self.log.lock().log.cas = cas;
         self.stay(shared);
     }
 
@@ -173,7 +173,7 @@ impl Partition {
         departure: &Departure,
         now_s: u32,
     ) -> Result<(), Damaged> {
-        let mut inner = self.lock();
+        let mut inner = self.log.lock();
         if !self.layout.fits(departure.runs_end, departure.index) {
             return Err(Damaged);
         }

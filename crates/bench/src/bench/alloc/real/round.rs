@@ -1,10 +1,11 @@
 //! A round of a way: in turns, all clients allocate, then all free half of their extents.
 
-use std::sync::{Barrier, Mutex, PoisonError};
+use std::sync::Barrier;
 use std::time::Instant;
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
+use parking_lot::Mutex;
 
 use super::NODE_SECTIONS;
 use super::clients::{AllocClient, Allocation};
@@ -86,7 +87,7 @@ pub fn play(
                     barrier.wait();
                     let given = taken.and_then(|()| worker.free_some(turn + 1 == turns));
                     if let Err(reason) = given {
-                        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+                        failure.lock().get_or_insert(reason);
                     }
                 }
                 worker.measured
@@ -105,7 +106,7 @@ pub fn play(
             all.add(&worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         }
     });
-    if let Some(reason) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(reason) = failure.into_inner() {
         return Err(BenchError::Allocator { reason });
     }
     all.node_cpu_ns = node_cpu_ns;

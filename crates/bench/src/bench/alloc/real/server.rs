@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,7 @@ use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Memory, MessageHandler, Scope, Target};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::{NodeId, NodeMemory};
+use parking_lot::Mutex;
 
 use super::rpc::{Retired, RpcServer};
 use super::{KEY, NODE_SECTIONS};
@@ -60,7 +61,7 @@ struct TransportServer {
 impl MessageHandler for TransportServer {
     fn handle(&self, from: aquifer_fabric::Sender, message: &[u8], answer: &mut Vec<u8>) {
         let Some(target) = self.target.upgrade() else { return };
-        let (bytes, retired) = lock(&self.rpc_server).answer(&*target, from.who, message);
+        let (bytes, retired) = self.rpc_server.lock().answer(&*target, from.who, message);
         answer.extend_from_slice(&bytes);
         if let Some(retired) = retired {
             // The receiver lives as long as the process.
@@ -83,14 +84,10 @@ fn answer_in_transport(target: &Arc<TcpTarget>, rpc_server: RpcServer) -> JoinHa
     std::thread::spawn(move || {
         for retired in retired {
             if target.invalidate(retired.key).is_ok() {
-                lock(&rpc_server).reuse(retired);
+                rpc_server.lock().reuse(retired);
             }
         }
     })
-}
-
-fn lock(rpc_server: &Mutex<RpcServer>) -> MutexGuard<'_, RpcServer> {
-    rpc_server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn failed(error: &dyn std::fmt::Display) -> BenchError {

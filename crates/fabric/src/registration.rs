@@ -1,0 +1,84 @@
+//! The description of memory that an owner registers at a target.
+
+use std::sync::Arc;
+
+use crate::Memory;
+use crate::key_table::{KeyTable, PlacedTable};
+use crate::keys::{AddressSpace, KeyGrant, KeySlots};
+use crate::memory::u64_from;
+use crate::target::{Access, Region, Scope, TargetError};
+use crate::unit_map::UnitMap;
+use crate::work::Key;
+
+/// The description of memory that is to be registered.
+#[derive(Debug)]
+pub struct Registration {
+    /// The memory.
+    pub memory: Arc<Memory>,
+    /// The translation table of a movable region: it says where in the memory the bytes of each
+    /// unit of the region's addresses are. The region has as many addresses as the map, however
+    /// large the memory is.
+    ///
+    /// An access is translated unit by unit. It loads the word of each unit once, and fails with
+    /// [`crate::WorkError::RemoteAccess`] at a unit that is not there or not inside the memory. A
+    /// WRITE that fails so may have written the units before. A word applies to every access that
+    /// begins after it was stored; [`crate::Target::expel`] waits for those that began before.
+    pub map: Option<UnitMap>,
+    /// Rights of the region's own key.
+    pub access: Access,
+    /// Endpoints that may use the region's own key.
+    pub scope: Scope,
+    /// The key table, if the region has one. The region's own key then opens only the part before
+    /// the table's data. A movable region has none.
+    pub table: Option<KeyTable>,
+    /// The key that the region had at an earlier target, for memory that keeps its key. A movable
+    /// region then has the same addresses. To keep the addresses of others as well, all memory of
+    /// the earlier target must be registered again in the same order.
+    pub key: Option<Key>,
+}
+
+impl Registration {
+    /// Memory without key table and translation, under a new key.
+    #[must_use]
+    pub fn plain(memory: Arc<Memory>, access: Access, scope: Scope) -> Self {
+        Self { memory, map: None, access, scope, table: None, key: None }
+    }
+
+    /// Checks the registration, and returns the number of addresses.
+    pub(crate) fn check(&self) -> Result<u64, TargetError> {
+        let is_changed = self.access.write || self.access.atomic || self.table.is_some();
+        if is_changed && !self.memory.is_writable() {
+            return Err(TargetError::ReadOnly);
+        }
+        let len = match &self.map {
+            Some(map) => map.check()?,
+            None => u64_from(self.memory.len()),
+        };
+        if let Some(table) = &self.table {
+            PlacedTable::at(0, 0, table).check(len)?;
+        }
+        Ok(len)
+    }
+
+    /// Places the region, which has `len` addresses, and describes it and its own key. The key of a
+    /// region with a key table opens only the part before the table's data.
+    pub(crate) fn place(
+        &self,
+        len: u64,
+        keys: &mut KeySlots,
+        space: &mut AddressSpace,
+    ) -> Result<(usize, Region, KeyGrant), TargetError> {
+        let (slot, key) = keys.allocate_region(self.key)?;
+        let range = match &self.map {
+            Some(_) => space.place_movable(slot, len),
+            None => space.place(slot, len).ok_or_else(|| {
+                keys.release_region(slot);
+                TargetError::Full { what: "addresses", limit: usize::MAX }
+            })?,
+        };
+        let opened = self.table.as_ref().map_or(len, |table| table.data.start);
+        let Self { access, scope, .. } = *self;
+        let grant = KeyGrant { base: range.start, len: opened, access, scope, region: slot };
+        Ok((slot, Region { base: range.start, len, key }, grant))
+    }
+}
