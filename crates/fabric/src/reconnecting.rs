@@ -14,11 +14,13 @@
 
 mod reconnector;
 
+use std::any::Any;
 use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
 use crate::Memory;
 use crate::locals::LocalMemories;
@@ -31,6 +33,8 @@ use reconnector::{ReconnectAttempts, SharedDrain};
 
 /// Number of completions taken from an endpoint at a time.
 const POLL_MAX: usize = 64;
+/// Longest sleep in a wait for work that is held.
+const HOLD_SLEEP_MAX: Duration = Duration::from_millis(100);
 
 /// What happens to work while the target is away.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -41,14 +45,32 @@ pub enum AwayPolicy {
     Fail,
 }
 
+/// What happens to work after the target has fenced this host.
+///
+/// A target fences a host because the host's lease has ended: the host was stopped, or cut off from
+/// the directory. Its memory is not lost by that. Until other hosts free it, the next process of
+/// the host resumes it with a new epoch, as after a crash.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AfterFence {
+    /// Work waits for the end of this process, as it would for a target that is away: with
+    /// [`AwayPolicy::Wait`] it never completes, with [`AwayPolicy::Fail`] it ends with
+    /// [`WorkError::Away`].
+    Wait,
+    /// Work ends with [`WorkError::Fenced`]. No process resumes the host.
+    Fail,
+}
+
 /// An endpoint that reconnects when its target comes back.
 #[derive(Debug)]
 pub struct ReconnectingEndpoint {
     state: ReconnectState,
     policy: AwayPolicy,
-    reconnect: Arc<dyn Reconnect>,
-    /// Those of the first endpoint.
+    after_fence: AfterFence,
+    /// Makes further endpoints to the same memory. Without it, the endpoint ends with the first.
+    reconnect: Option<Arc<dyn Reconnect>>,
+    /// Regions of the first endpoint.
     regions: Vec<Region>,
+    /// Limits of the first endpoint.
     limits: Limits,
     locals: LocalMemories,
     /// Work posted to the current endpoint, in order.
@@ -57,8 +79,13 @@ pub struct ReconnectingEndpoint {
     waiting: VecDeque<Work>,
     done: VecDeque<Completion>,
     polled: Vec<Completion>,
-    /// The target has fenced this host, so there is no use in waiting.
+    /// The target has fenced this host, so it refuses further endpoints.
     is_fenced: bool,
+    /// A descriptor that never becomes readable. It is polled while work is held after a fence:
+    /// without one, a thread that waits would poll without a pause until this process ends.
+    unreadable: Option<OwnedFd>,
+    /// What is released when the endpoint is closed.
+    owned: Vec<Box<dyn Any + Send>>,
 }
 
 #[derive(Debug)]
@@ -93,9 +120,14 @@ impl TargetDescription {
 }
 
 impl ReconnectingEndpoint {
-    /// Wraps an endpoint; `reconnect` makes further endpoints to the same memory.
+    /// Wraps an endpoint; `reconnect` makes further endpoints to the same memory. Without it, the
+    /// endpoint is broken when the first is.
     #[must_use]
-    pub fn new(endpoint: Box<dyn Endpoint>, reconnect: Arc<dyn Reconnect>, policy: AwayPolicy) -> Self {
+    pub fn new(
+        endpoint: Box<dyn Endpoint>,
+        reconnect: Option<Arc<dyn Reconnect>>,
+        policy: AwayPolicy,
+    ) -> Self {
         let target = TargetDescription::of(&*endpoint);
         Self::with_state(target, ReconnectState::Connected(endpoint), reconnect, policy)
     }
@@ -108,13 +140,27 @@ impl ReconnectingEndpoint {
         policy: AwayPolicy,
     ) -> Self {
         let state = Self::start_reconnecting(&reconnect, None);
-        Self::with_state(target, state, reconnect, policy)
+        Self::with_state(target, state, Some(reconnect), policy)
+    }
+
+    /// Sets what happens to work after a fence; without this call, it fails.
+    #[must_use]
+    pub fn with_after_fence(mut self, after_fence: AfterFence) -> Self {
+        self.after_fence = after_fence;
+        self
+    }
+
+    /// Keeps a value until the endpoint is closed.
+    #[must_use]
+    pub fn owning(mut self, value: impl Any + Send) -> Self {
+        self.owned.push(Box::new(value));
+        self
     }
 
     fn with_state(
         target: TargetDescription,
         state: ReconnectState,
-        reconnect: Arc<dyn Reconnect>,
+        reconnect: Option<Arc<dyn Reconnect>>,
         policy: AwayPolicy,
     ) -> Self {
         let TargetDescription { regions, limits } = target;
@@ -123,6 +169,7 @@ impl ReconnectingEndpoint {
             limits,
             state,
             policy,
+            after_fence: AfterFence::Fail,
             reconnect,
             locals: LocalMemories::default(),
             in_flight: VecDeque::new(),
@@ -130,6 +177,8 @@ impl ReconnectingEndpoint {
             polled: Vec::with_capacity(POLL_MAX),
             waiting: VecDeque::new(),
             is_fenced: false,
+            unreadable: None,
+            owned: Vec::new(),
         }
     }
 
@@ -143,8 +192,36 @@ impl ReconnectingEndpoint {
         )
     }
 
+    /// Ends an operation for its caller, unless it is held because of a fence.
+    fn finish(&mut self, id: u64, outcome: Result<u64, WorkError>) {
+        if outcome == Err(WorkError::Fenced) && !self.is_fenced {
+            self.is_fenced = true;
+            if self.is_holding() {
+                self.unreadable = eventfd(0, EventfdFlags::CLOEXEC).ok();
+            }
+            tracing::debug!(policy = ?self.policy, "a target has fenced this host");
+        }
+        match outcome {
+            Err(_) if self.is_holding() => {}
+            Err(_) if self.waits_after_fence() => {
+                self.done.push_back(Completion { id, outcome: Err(WorkError::Away) });
+            }
+            outcome => self.done.push_back(Completion { id, outcome }),
+        }
+    }
+
     fn fail(&mut self, work: Work, error: WorkError) {
-        self.done.push_back(Completion { id: work.id, outcome: Err(error) });
+        self.finish(work.id, Err(error));
+    }
+
+    /// Whether this process is to end, because the target has fenced its host.
+    fn waits_after_fence(&self) -> bool {
+        self.is_fenced && self.after_fence == AfterFence::Wait
+    }
+
+    /// Whether work is held until this process ends.
+    fn is_holding(&self) -> bool {
+        self.waits_after_fence() && self.policy == AwayPolicy::Wait
     }
 
     /// Takes completions of the current endpoint. Returns true if there were any or the endpoint
@@ -154,7 +231,7 @@ impl ReconnectingEndpoint {
         let mut polled = std::mem::take(&mut self.polled);
         endpoint.poll(&mut polled, POLL_MAX);
         let has_any = !polled.is_empty();
-        let is_broken = !has_any && endpoint.is_broken();
+        let is_broken = !has_any && endpoint.is_broken() && (self.reconnect.is_some() || self.is_fenced);
         polled.drain(..).for_each(|completion| self.complete(completion));
         self.polled = polled;
         if is_broken {
@@ -169,11 +246,12 @@ impl ReconnectingEndpoint {
         let matches = |posted: &InFlightWork| !posted.is_unknown && posted.work.id == completion.id;
         let Some(mut at) = self.in_flight.iter().position(matches) else { return };
         match completion.outcome {
-            Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed) if !self.is_fenced => {
+            Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed)
+                if !self.is_fenced && self.reconnect.is_some() =>
+            {
                 self.in_flight[at].is_unknown = true;
             }
             outcome => {
-                self.is_fenced |= outcome == Err(WorkError::Fenced);
                 // Unsignalled work that was posted before is done, too.
                 let is_unsignalled = |posted: &InFlightWork| !posted.is_unknown && !posted.work.signalled;
                 for before in (0..at).rev() {
@@ -183,7 +261,7 @@ impl ReconnectingEndpoint {
                     }
                 }
                 self.in_flight.remove(at);
-                self.done.push_back(completion);
+                self.finish(completion.id, outcome);
             }
         }
     }
@@ -195,11 +273,12 @@ impl ReconnectingEndpoint {
             self.fail_all(None, WorkError::Fenced);
             return;
         }
+        let Some(reconnect) = self.reconnect.clone() else { return };
         let drain = endpoint.drain_handle().map(SharedDrain::new);
         tracing::debug!(in_flight = self.in_flight.len(), "a target is away; reconnecting");
         // The endpoint must be dropped before another is made.
         self.state = ReconnectState::Failed(None, WorkError::PeerGone);
-        self.state = Self::start_reconnecting(&self.reconnect, drain);
+        self.state = Self::start_reconnecting(&reconnect, drain);
         let waiting = std::mem::take(&mut self.waiting);
         for InFlightWork { work, .. } in std::mem::take(&mut self.in_flight) {
             let is_repeatable = matches!(work.verb, Verb::Read { .. } | Verb::Write { .. });
@@ -252,9 +331,9 @@ impl ReconnectingEndpoint {
 
     fn fail_all(&mut self, reconnector: Option<ReconnectAttempts>, cause: WorkError) {
         self.state = ReconnectState::Failed(reconnector, cause);
-        let left = self.in_flight.drain(..).map(|posted| posted.work).chain(self.waiting.drain(..));
-        let ended = left.map(|work| Completion { id: work.id, outcome: Err(cause) });
-        self.done.extend(ended);
+        let in_flight = std::mem::take(&mut self.in_flight).into_iter().map(|posted| posted.work);
+        let left = in_flight.chain(std::mem::take(&mut self.waiting));
+        left.for_each(|work| self.fail(work, cause));
     }
 
     /// Posts waiting work, as far as there is room.
@@ -273,8 +352,8 @@ impl ReconnectingEndpoint {
             self.waiting.extend(batch);
             return;
         };
-        // A broken endpoint is left to `poll_endpoint`.
-        let accepted = if !self.waiting.is_empty() || endpoint.is_broken() {
+        // A broken endpoint is left to `poll_endpoint`, which makes another.
+        let accepted = if !self.waiting.is_empty() || self.reconnect.is_some() && endpoint.is_broken() {
             0
         } else {
             match endpoint.post(batch) {
@@ -290,6 +369,9 @@ impl ReconnectingEndpoint {
 
 impl Endpoint for ReconnectingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        if self.is_holding() {
+            return Ok(());
+        }
         let depth = self.limits.queue_depth;
         let accepted = batch
             .len()
@@ -323,6 +405,9 @@ impl Endpoint for ReconnectingEndpoint {
         if !self.done.is_empty() {
             return;
         }
+        if self.is_holding() {
+            return std::thread::sleep(timeout.min(HOLD_SLEEP_MAX));
+        }
         match &mut self.state {
             ReconnectState::Connected(endpoint) => endpoint.wait(timeout),
             ReconnectState::Away(reconnector) => reconnector.wait(timeout),
@@ -331,6 +416,9 @@ impl Endpoint for ReconnectingEndpoint {
     }
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
+        if self.is_holding() {
+            return self.unreadable.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN));
+        }
         let reconnector = match &self.state {
             ReconnectState::Connected(endpoint) => return endpoint.poll_fd(),
             ReconnectState::Away(reconnector) => Some(reconnector),
@@ -363,11 +451,16 @@ impl Endpoint for ReconnectingEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        matches!(self.state, ReconnectState::Failed(..))
+        let is_broken = match &self.state {
+            ReconnectState::Connected(endpoint) => self.reconnect.is_none() && endpoint.is_broken(),
+            ReconnectState::Away(_) => false,
+            ReconnectState::Failed(..) => true,
+        };
+        is_broken && !self.waits_after_fence()
     }
 
     fn is_away(&self) -> bool {
-        matches!(self.state, ReconnectState::Away(_))
+        self.waits_after_fence() || matches!(self.state, ReconnectState::Away(_))
     }
 
     fn give_up(&mut self) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_fabric::reconnecting::{
-    AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint, TargetDescription,
+    AfterFence, AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint, TargetDescription,
 };
 use aquifer_fabric::sim::{Rng, SimFabric, SimNodeId, SimOptions, SimTarget};
 use aquifer_fabric::{
@@ -86,7 +86,7 @@ impl Play {
             Arc::new(SimReconnect { fabric: fabric.clone(), node: target.node(), who: WHO, is_hopeless });
         let first = fabric.connect(target.node(), WHO).unwrap();
         let mut endpoint =
-            ReconnectingEndpoint::new(first, Arc::clone(&reconnect) as Arc<dyn Reconnect>, policy);
+            ReconnectingEndpoint::new(first, Some(Arc::clone(&reconnect) as Arc<dyn Reconnect>), policy);
         let local = Arc::new(Memory::create("local", 4096).unwrap());
         assert_eq!(endpoint.register_local(Arc::clone(&local)).unwrap(), LocalKey(1));
         Self {
@@ -360,4 +360,62 @@ fn a_host_that_is_shut_out_waits_for_nothing() {
     assert!(done.iter().all(|completion| completion.outcome.is_err()), "{done:?}");
     play.endpoint.poll(&mut done, 9);
     assert!(play.endpoint.is_broken());
+}
+
+/// The completions of three READs that a target gets after it has fenced the host.
+fn ends_after_fence(play: &mut Play) -> Vec<Completion> {
+    play.target.fence(WHO.host, WHO.epoch);
+    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+    let work = |id| Work { id, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
+    let batch = [work(1), work(2), work(3)];
+    play.endpoint.post(&batch[..2]).unwrap();
+    let mut done = Vec::new();
+    for round in 0..4 {
+        play.fabric.run();
+        play.endpoint.poll(&mut done, 9);
+        if round == 1 {
+            play.endpoint.post(&batch[2..]).unwrap();
+        }
+    }
+    done
+}
+
+#[test]
+fn work_of_a_fenced_host_is_held_until_the_process_ends() {
+    let mut play = Play::new(1, AwayPolicy::Wait);
+    play.endpoint = play.endpoint.with_after_fence(AfterFence::Wait);
+    assert_eq!(ends_after_fence(&mut play), []);
+    assert!(play.endpoint.is_away() && !play.endpoint.is_broken());
+    assert!(play.endpoint.poll_fd().is_some(), "there is something to wait for");
+}
+
+#[test]
+fn work_that_does_not_wait_ends_after_a_fence() {
+    let mut play = Play::new(1, AwayPolicy::Fail);
+    play.endpoint = play.endpoint.with_after_fence(AfterFence::Wait);
+    let away = |id| Completion { id, outcome: Err(WorkError::Away) };
+    assert_eq!(ends_after_fence(&mut play), [away(1), away(2), away(3)]);
+    assert!(play.endpoint.is_away() && !play.endpoint.is_broken());
+}
+
+#[test]
+fn an_endpoint_that_does_not_reconnect_is_broken_with_its_target() {
+    let mut play = Play::new(1, AwayPolicy::Wait);
+    let first = play.fabric.connect(play.target.node(), WHO).unwrap();
+    play.endpoint = ReconnectingEndpoint::new(first, None, AwayPolicy::Wait);
+    play.endpoint.register_local(Arc::clone(&play.local)).unwrap();
+    play.fabric.crash_node(play.target.node());
+    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+    let work = |id| Work { id, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
+    let batch = [work(1), work(2)];
+    let mut done = Vec::new();
+    for work in batch {
+        play.endpoint.post(&[work]).unwrap();
+        play.fabric.run();
+        play.endpoint.poll(&mut done, 9);
+    }
+    assert_eq!(done.iter().map(|ended| ended.id).collect::<Vec<_>>(), [1, 2]);
+    assert!(done.iter().all(|ended| ended.outcome.is_err()), "{done:?}");
+    assert!(play.endpoint.is_broken() && !play.endpoint.is_away());
+    assert!(play.endpoint.drain_handle().is_some(), "what is in flight can be drained");
 }

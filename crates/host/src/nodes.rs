@@ -2,7 +2,6 @@
 
 mod away;
 mod connect;
-mod fenced;
 mod reconnect;
 mod shares;
 mod view;
@@ -23,8 +22,8 @@ use aquifer_pager::Connector;
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+pub use aquifer_fabric::reconnecting::AfterFence;
 pub use connect::ConnectFailure;
-pub use fenced::AfterFence;
 pub use shares::EndpointPurpose;
 use shares::EndpointShares;
 use view::{NodeState, NodeView};

@@ -116,11 +116,6 @@ impl<W: HeapWords> Ledger<W> {
         self.words.store(ROOT_AT, number.get());
     }
 
-    /// Records that there is no root.
-    pub fn clear_root(&mut self) {
-        self.words.store(ROOT_AT, 0);
-    }
-
     /// Raises a bound, if `end` is above it.
     fn raise(&mut self, at: u64, end: u64) {
         if self.words.load(at) < end {

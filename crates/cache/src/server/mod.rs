@@ -42,9 +42,6 @@ use peers::{Connector, NoConnector};
 use report::Report;
 use worker::Worker;
 
-/// Most threads.
-pub const THREADS_MAX: usize = 256;
-
 /// Options of a server.
 #[derive(Debug)]
 pub struct ServerOptions {

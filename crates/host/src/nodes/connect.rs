@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use aquifer_channel::descriptor_shares::DescriptorCharge;
-use aquifer_fabric::reconnecting::{AwayPolicy, ReconnectingEndpoint, TargetDescription};
+use aquifer_channel::descriptor_shares::DescriptorShares;
+use aquifer_fabric::reconnecting::{AwayPolicy, Reconnect, ReconnectingEndpoint, TargetDescription};
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Tenant};
 use aquifer_pool::NodeId;
 
-use super::fenced::FenceTolerant;
 use super::reconnect::Reconnector;
 use super::shares::ShareKey;
 use super::view::{NodeState, PresentNode};
@@ -93,8 +92,7 @@ impl NodeRegistry {
                 self.shares.endpoint(key, || {
                     let reconnector = Arc::new(Reconnector { nodes, node, tenant, epoch });
                     let endpoint = ReconnectingEndpoint::to_away_target(target, reconnector, policy);
-                    let endpoint = self.tolerating_fences(node, Box::new(endpoint), policy);
-                    Ok((endpoint, self.charge_endpoint(tenant)))
+                    Ok(self.charged(endpoint, tenant))
                 })
             }
             _ => self.connect_in(node, tenant, purpose, policy),
@@ -180,15 +178,19 @@ impl NodeRegistry {
             let endpoint = self.open_endpoint(node, present, tenant)?;
             self.shares.forget_earlier_lives(node, present.epoch);
             let endpoint = self.wrap(node, tenant, endpoint, present, purpose.away_policy());
-            Ok((endpoint, self.charge_endpoint(tenant)))
+            Ok(self.charged(endpoint, tenant))
         })
     }
 
     /// Charges an endpoint to the user of a tenant. The user has at most a few of its own, and one
     /// for several programs, runs or sessions, which could not use the node without it.
-    fn charge_endpoint(&self, tenant: Tenant) -> Option<DescriptorCharge> {
-        let shares = self.descriptors.get()?;
-        Some(shares.charge_always(tenant.0, ENDPOINT_DESCRIPTORS))
+    fn charged(&self, endpoint: ReconnectingEndpoint, tenant: Tenant) -> ReconnectingEndpoint {
+        let charge = |shares: &Arc<DescriptorShares>| shares.charge_always(tenant.0, ENDPOINT_DESCRIPTORS);
+        let endpoint = endpoint.with_after_fence(self.after_fence);
+        match self.descriptors.get().map(charge) {
+            Some(charge) => endpoint.owning(charge),
+            None => endpoint,
+        }
     }
 
     /// Says at intervals what connections wait for.
@@ -219,29 +221,14 @@ impl NodeRegistry {
         endpoint: Box<dyn Endpoint>,
         present: &PresentNode,
         policy: AwayPolicy,
-    ) -> Box<dyn Endpoint> {
+    ) -> ReconnectingEndpoint {
         let PresentNode { epoch, grace, .. } = *present;
         self.record_contact(node, tenant, Contact { target: TargetDescription::of(&*endpoint), epoch });
-        let endpoint = match self.me.upgrade() {
-            Some(nodes) if !grace.is_zero() || policy == AwayPolicy::Fail => {
-                let reconnector = Reconnector { nodes, node, tenant, epoch };
-                Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(reconnector), policy))
-            }
-            _ => endpoint,
-        };
-        self.tolerating_fences(node, endpoint, policy)
-    }
-
-    fn tolerating_fences(
-        &self,
-        node: NodeId,
-        endpoint: Box<dyn Endpoint>,
-        policy: AwayPolicy,
-    ) -> Box<dyn Endpoint> {
-        match self.after_fence {
-            AfterFence::Wait => Box::new(FenceTolerant::new(endpoint, node, policy)),
-            AfterFence::Fail => endpoint,
-        }
+        let may_return = !grace.is_zero() || policy == AwayPolicy::Fail;
+        let nodes = self.me.upgrade().filter(|_| may_return);
+        let reconnect =
+            nodes.map(|nodes| Arc::new(Reconnector { nodes, node, tenant, epoch }) as Arc<dyn Reconnect>);
+        ReconnectingEndpoint::new(endpoint, reconnect, policy)
     }
 
     /// The state of a node for which a caller waits: lists the directory if only that can show what

@@ -9,10 +9,9 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use aquifer_channel::descriptor_shares::DescriptorCharge;
 use aquifer_fabric::multiplex::{Multiplexer, WeakMultiplexer};
-use aquifer_fabric::reconnecting::AwayPolicy;
-use aquifer_fabric::{Endpoint, EndpointError, PostError, Tenant, Work};
+use aquifer_fabric::reconnecting::{AwayPolicy, ReconnectingEndpoint};
+use aquifer_fabric::{Endpoint, EndpointError, Tenant};
 use aquifer_pool::NodeId;
 use parking_lot::Mutex;
 
@@ -83,12 +82,11 @@ impl EndpointShares {
     pub fn endpoint(
         &self,
         key: ShareKey,
-        open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
+        open: impl FnOnce() -> Result<ReconnectingEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let slot = Arc::clone(self.0.lock().entry(key).or_default());
         if let Some(counted) = slot.count_own() {
-            let (endpoint, charge) = open()?;
-            return Ok(Box::new(CountedEndpoint { endpoint, _counted: Some(counted), _charge: charge }));
+            return Ok(Box::new(open()?.owning(counted)));
         }
         slot.shared_endpoint(slot.failures.load(Relaxed), open)
     }
@@ -110,7 +108,7 @@ impl ShareSlot {
     fn shared_endpoint(
         &self,
         failures: u64,
-        open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
+        open: impl FnOnce() -> Result<ReconnectingEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         // Held while connecting, so that users that come meanwhile share the new endpoint.
         let mut shared = self.shared.lock();
@@ -158,7 +156,7 @@ impl SharedEndpoints {
     /// An endpoint on a shared one, which `open` opens if all have as many users as they can.
     fn endpoint(
         &mut self,
-        open: impl FnOnce() -> Result<OpenedEndpoint, EndpointError>,
+        open: impl FnOnce() -> Result<ReconnectingEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let mut added = None;
         self.multiplexers.retain(|multiplexer| {
@@ -172,36 +170,11 @@ impl SharedEndpoints {
             return Ok(Box::new(endpoint));
         }
         let unreachable = |source| EndpointError::Unreachable { address: "a shared endpoint".into(), source };
-        let (endpoint, charge) = open()?;
-        let endpoint = CountedEndpoint { endpoint, _counted: None, _charge: charge };
-        let multiplexer = Multiplexer::new(Box::new(endpoint), USERS_MAX).map_err(unreachable)?;
+        let multiplexer = Multiplexer::new(Box::new(open()?), USERS_MAX).map_err(unreachable)?;
         let broken = || unreachable(std::io::ErrorKind::ConnectionAborted.into());
         let endpoint = multiplexer.add_user().ok_or_else(broken)?;
         self.multiplexers.push(multiplexer.downgrade());
         Ok(Box::new(endpoint))
-    }
-}
-
-/// A new endpoint, and its descriptors, unless they are charged to no user.
-pub(super) type OpenedEndpoint = (Box<dyn Endpoint>, Option<DescriptorCharge>);
-
-/// An endpoint with what counts it.
-#[derive(Debug)]
-struct CountedEndpoint {
-    endpoint: Box<dyn Endpoint>,
-    /// Set if only one user has it.
-    _counted: Option<Arc<()>>,
-    _charge: Option<DescriptorCharge>,
-}
-
-impl Endpoint for CountedEndpoint {
-    aquifer_fabric::forward_endpoint!(
-        endpoint: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, is_away,
-        give_up, drain_handle
-    );
-
-    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        self.endpoint.post(batch)
     }
 }
 
@@ -225,7 +198,8 @@ mod tests {
         let endpoint = |key| {
             let open = || {
                 opened.set(opened.get() + 1);
-                fabric.connect(node.node(), who).map(|endpoint| (endpoint, None))
+                let endpoint = fabric.connect(node.node(), who)?;
+                Ok(ReconnectingEndpoint::new(endpoint, None, AwayPolicy::Wait))
             };
             shares.endpoint(key, open).unwrap()
         };

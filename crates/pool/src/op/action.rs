@@ -45,16 +45,6 @@ pub enum WordAccess {
 }
 
 impl WordAccess {
-    /// The number of words of its answer.
-    #[must_use]
-    pub const fn answer_words(&self) -> u32 {
-        match self {
-            Self::Cas { .. } | Self::Probe { .. } => 1,
-            Self::Read { count, .. } => *count,
-            Self::Write { .. } => 0,
-        }
-    }
-
     /// The words that a WRITE writes; none for other operations.
     pub fn written(&self) -> impl Iterator<Item = u64> + use<> {
         let (first, others, value) = match *self {

@@ -115,5 +115,5 @@ pub fn connect(
     }
     let endpoint = fabric.connect(node, who)?;
     absence.lock().contacts.insert(node, TargetDescription::of(&*endpoint));
-    Ok(Box::new(ReconnectingEndpoint::new(endpoint, again, policy)))
+    Ok(Box::new(ReconnectingEndpoint::new(endpoint, Some(again), policy)))
 }

@@ -92,11 +92,6 @@ impl Partition {
         inner.index_charged + inner.log.charged()
     }
 
-    /// The current state of the index. While the partition is here it may change at any time.
-    pub fn index_state(&self) -> IndexState {
-        self.index.state()
-    }
-
     /// Has new requests wait. Others may still be served until their turns end.
     pub(in super::super) fn begin_leaving(&self) {
         self.presence.set(Presence::Leaving);
