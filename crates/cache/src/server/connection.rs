@@ -194,7 +194,7 @@ impl Connection {
         let counters = context.access.counters;
         let bytes = input.unused();
         let (mut at, mut requests) = (0, 0);
-        let mut resumed = self.elsewhere.resume(bytes, &mut self.session, context, reach, out);
+        let mut resumed = self.elsewhere.resume(&mut reach.turn(bytes, &mut self.session, context, out));
         loop {
             match resumed {
                 Resumed::Used(used) => at += used,
@@ -228,16 +228,15 @@ impl Connection {
                 Step::Elsewhere { partition, len } => {
                     requests += 1;
                     self.waits_for_items = false;
-                    let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
-                    let request = (partition, len);
-                    resumed = elsewhere.forward(request, &bytes[at..], session, context, reach, out);
+                    let mut turn = reach.turn(&bytes[at..], &mut self.session, context, out);
+                    resumed = self.elsewhere.forward((partition, len), &mut turn);
                 }
                 Step::Scatter => {
                     requests += 1;
                     self.waits_for_items = false;
                     let Some(scatter) = self.session.pop_scatter() else { break };
-                    let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
-                    resumed = elsewhere.scatter(scatter, &bytes[at..], session, context, reach, out);
+                    let mut turn = reach.turn(&bytes[at..], &mut self.session, context, out);
+                    resumed = self.elsewhere.scatter(scatter, &mut turn);
                 }
                 Step::Incomplete(needs) => {
                     self.needs = needs;

@@ -297,7 +297,7 @@ impl Worker {
                 epoll::add(&self.epoll, descriptor, Source::Link(server).data(), epoll::EventFlags::IN)
             && error != Errno::EXIST
         {
-            tracing::warn!(%error, "cannot wait for another server");
+            tracing::warn!(%error, server, "cannot wait for answers of a server");
         }
     }
 
@@ -509,7 +509,7 @@ impl Worker {
         if mem::replace(&mut peer.waits_to_send, waits_to_send) != waits_to_send {
             let flags = if waits_to_send { epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
             if let Err(error) = epoll::modify(&self.epoll, &*peer, Source::Peer(number).data(), flags) {
-                tracing::warn!(%error, "cannot wait for another server");
+                tracing::warn!(%error, "cannot wait for requests of a server; its connection is closed");
                 self.peers[number] = None;
                 return;
             }
@@ -526,7 +526,7 @@ fn wait_for_link(epoll: &OwnedFd, server: u16, descriptor: BorrowedFd<'_>, inter
         Interest::Send => epoll::EventFlags::IN | epoll::EventFlags::OUT,
     };
     if let Err(error) = epoll::modify(epoll, descriptor, Source::Link(server).data(), flags) {
-        tracing::warn!(%error, "cannot wait for another server");
+        tracing::warn!(%error, server, ?interest, "cannot wait for a server");
     }
 }
 

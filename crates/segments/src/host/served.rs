@@ -119,7 +119,9 @@ fn serve(host: &HostShared, segment: SegmentKey, faults: &PageFaults, stop: &Own
             // What another READ brings is not timed. Or the segment was handed over: the mapping is
             // gone, and with it those that waited.
             Ok(false) | Err(SegmentError::NotOwned(_)) => {}
-            Err(error) => tracing::error!(%error, "a program gets SIGBUS"),
+            Err(error) => {
+                tracing::error!(%segment, ?pages, %error, "pages of a segment are lost: a touch is SIGBUS");
+            }
         }
         pages.clear();
     }

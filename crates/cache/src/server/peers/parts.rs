@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::frame::{AnswerEnd, ENTRIES_MAX};
 use super::links::FrameEnd;
-use super::waiting::Reach;
+use super::waiting::ConnectionTurn;
 use crate::commands::elsewhere::{self, EntryEnd, Scatter, Task};
 use crate::commands::peek::is_repeatable;
 use crate::commands::{Context, Replies};
@@ -96,18 +96,18 @@ impl Parts {
 
     /// Does what can be done here, and has other servers do the rest until `end`. Parts that would
     /// wait for a partition end if `at_once`.
-    pub fn dispatch(&mut self, context: &Context<'_>, reach: &mut Reach<'_>, end: Instant, at_once: bool) {
-        self.moved.drain(..).for_each(|(partition, place)| context.learn(partition, place));
+    pub fn dispatch(&mut self, turn: &mut ConnectionTurn<'_, '_>, end: Instant, at_once: bool) {
+        self.moved.drain(..).for_each(|(partition, place)| turn.context.learn(partition, place));
         let unavailable = std::mem::take(&mut self.unavailable);
         let mut groups: Vec<(u16, Vec<usize>)> = Vec::new();
         for at in 0..self.scatter.entries.len() {
             if self.ends[at].is_some() {
                 continue;
             }
-            let would_wait = match context.access.presence(self.scatter.entries[at].partition) {
-                Presence::Here => !self.execute(at, context),
+            let would_wait = match turn.context.access.presence(self.scatter.entries[at].partition) {
+                Presence::Here => !self.execute(at, turn.context),
                 Presence::Elsewhere(place) => {
-                    let would_wait = unavailable.contains(&at) || reach.links.is_silent(place.server);
+                    let would_wait = unavailable.contains(&at) || turn.links.is_silent(place.server);
                     if !(at_once && would_wait) {
                         add_to_group(&mut groups, place.server, at);
                     }
@@ -124,7 +124,7 @@ impl Parts {
                 .iter()
                 .map(|at| (self.scatter.entries[*at].partition, self.scatter.entries[*at].task()))
                 .collect();
-            if let Some(sent) = reach.links.forward(server, reach.waiter, &entries, end, !at_once) {
+            if let Some(sent) = turn.links.forward(server, turn.waiter, &entries, end, !at_once) {
                 self.frames.push(PartsFrame { number: sent.number, ends: sent.ends, parts });
             }
         }

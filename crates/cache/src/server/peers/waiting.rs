@@ -77,6 +77,39 @@ pub struct Reach<'l> {
     pub now: Instant,
 }
 
+impl Reach<'_> {
+    /// The turn of the connection for the requests from `input` on.
+    pub fn turn<'t, 'p>(
+        &'t mut self,
+        input: &'t [u8],
+        session: &'t mut Session,
+        context: &'t Context<'p>,
+        replies: &'t mut Replies<'p>,
+    ) -> ConnectionTurn<'t, 'p> {
+        let Self { links, waiter, now } = self;
+        ConnectionTurn { input, session, context, links, waiter: *waiter, now: *now, replies }
+    }
+}
+
+/// What the requests of a connection use during one turn of its thread.
+#[derive(Debug)]
+pub struct ConnectionTurn<'t, 'p> {
+    /// The input, from the request on that is served.
+    pub input: &'t [u8],
+    /// The requests and replies of the connection.
+    pub session: &'t mut Session,
+    /// The store of this server, and the places of partitions.
+    pub context: &'t Context<'p>,
+    /// The links of the worker.
+    pub links: &'t mut Links,
+    /// The connection.
+    pub waiter: Waiter,
+    /// The time at which the turn has begun.
+    pub now: Instant,
+    /// The replies of the turn.
+    pub replies: &'t mut Replies<'p>,
+}
+
 /// The state of a connection that has to do with requests elsewhere.
 #[derive(Debug)]
 pub struct Elsewhere {
@@ -108,22 +141,15 @@ impl Elsewhere {
     }
 
     /// Goes on when what was awaited has come.
-    pub fn resume<'p>(
-        &mut self,
-        input: &[u8],
-        session: &mut Session,
-        context: &Context<'p>,
-        reach: &mut Reach<'_>,
-        out: &mut Replies<'p>,
-    ) -> Resumed {
+    pub fn resume(&mut self, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         match self.waiting.take() {
             None | Some(Waiting::Parked) => Resumed::Used(0),
             // The client has gone, with its requests.
-            Some(Waiting::Run(run)) if run.lens.iter().sum::<usize>() > input.len() => {
-                Resumed::Used(input.len())
+            Some(Waiting::Run(run)) if run.lens.iter().sum::<usize>() > turn.input.len() => {
+                Resumed::Used(turn.input.len())
             }
             Some(Waiting::Run(mut run)) => match run.end.take() {
-                Some(end) => self.end_run(run, end, input, session, context, reach, out),
+                Some(end) => self.end_run(run, end, turn),
                 None => {
                     self.waiting = Some(Waiting::Run(run));
                     Resumed::Waits
@@ -133,7 +159,7 @@ impl Elsewhere {
                 self.waiting = Some(Waiting::Scatter(parts));
                 Resumed::Waits
             }
-            Some(Waiting::Scatter(parts)) => self.resume_parts(*parts, input, session, context, reach, out),
+            Some(Waiting::Scatter(parts)) => self.resume_parts(*parts, turn),
         }
     }
 
@@ -156,147 +182,108 @@ impl Elsewhere {
     }
 
     /// Goes on when the frame of forwarded requests has ended.
-    #[expect(clippy::too_many_arguments, reason = "the parts of a connection")]
-    fn end_run<'p>(
-        &mut self,
-        run: Run,
-        end: FrameEnd,
-        input: &[u8],
-        session: &mut Session,
-        context: &Context<'p>,
-        reach: &Reach<'_>,
-        out: &mut Replies<'p>,
-    ) -> Resumed {
+    fn end_run(&mut self, run: Run, end: FrameEnd, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         let (replies, end) = match end {
             FrameEnd::Answered(replies, end) => (replies, end),
             // The server may be gone: wait until another one has the partition.
-            FrameEnd::NotSent => return self.park(reach.now),
+            FrameEnd::NotSent => return self.park(turn.now),
             FrameEnd::Lost
-                if requests(input, &run.lens).all(|one| is_repeatable(session.protocol(), one)) =>
+                if requests(turn.input, &run.lens).all(|one| is_repeatable(turn.session.protocol(), one)) =>
             {
                 return Resumed::Used(0);
             }
-            FrameEnd::Lost if reach.now < run.ends => {
+            FrameEnd::Lost if turn.now < run.ends => {
                 self.waiting = Some(Waiting::Run(Run { end: Some(end), ..run }));
                 return Resumed::Waits;
             }
-            FrameEnd::Lost => return self.end_unserved(&run.lens, LOST, input, session, context, reach, out),
+            FrameEnd::Lost => return self.end_unserved(&run.lens, LOST, turn),
             FrameEnd::Expired => {
-                return self.end_unserved(&run.lens, SILENT, input, session, context, reach, out);
+                return self.end_unserved(&run.lens, SILENT, turn);
             }
         };
         if let AnswerEnd::Moved(partition, place) = end {
-            context.learn(partition, place);
+            turn.context.learn(partition, place);
         }
-        replies.iter().take(run.lens.len()).for_each(|reply| out.push(reply));
+        replies.iter().take(run.lens.len()).for_each(|reply| turn.replies.push(reply));
         let used: usize = run.lens.iter().take(replies.len()).sum();
         if used > 0 {
             self.policy.note_served();
-            session.skip();
+            turn.session.skip();
         }
         match end {
             AnswerEnd::Malformed => Resumed::Closes,
-            AnswerEnd::Unavailable if used == 0 && self.policy.is_over(reach.now) => {
-                self.end_unserved(&run.lens[..1], NO_SERVER, input, session, context, reach, out)
+            AnswerEnd::Unavailable if used == 0 && self.policy.is_over(turn.now) => {
+                self.end_unserved(&run.lens[..1], NO_SERVER, turn)
             }
-            AnswerEnd::Unavailable if used == 0 => self.park(reach.now),
+            AnswerEnd::Unavailable if used == 0 => self.park(turn.now),
             _ => Resumed::Used(used),
         }
     }
 
     /// Ends requests of these lengths that were not served. Errors have this text.
-    #[expect(clippy::too_many_arguments, reason = "the parts of a connection")]
-    fn end_unserved<'p>(
-        &mut self,
-        lens: &[usize],
-        text: &str,
-        input: &[u8],
-        session: &mut Session,
-        context: &Context<'p>,
-        reach: &Reach<'_>,
-        out: &mut Replies<'p>,
-    ) -> Resumed {
-        let counters = context.access.counters;
-        for request in requests(input, lens) {
-            let (counter, reply) = match UnavailableReply::to(session.protocol(), request, text) {
+    fn end_unserved(&mut self, lens: &[usize], text: &str, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
+        let counters = turn.context.access.counters;
+        for request in requests(turn.input, lens) {
+            let (counter, reply) = match UnavailableReply::to(turn.session.protocol(), request, text) {
                 UnavailableReply::Miss(reply) => (&counters.partition_misses, reply),
                 UnavailableReply::Error(reply) => (&counters.partition_errors, reply),
             };
             counter.add(1);
-            out.push(&reply);
+            turn.replies.push(&reply);
         }
-        self.policy.note_ended(reach.now);
-        session.skip();
+        self.policy.note_ended(turn.now);
+        turn.session.skip();
         Resumed::Used(lens.iter().sum())
     }
 
     /// Forwards the request of `len` bytes at the start of the input, and usual ones after it that
     /// are for the same server.
-    pub fn forward<'p>(
+    pub fn forward(
         &mut self,
         (partition, len): (usize, usize),
-        input: &[u8],
-        session: &mut Session,
-        context: &Context<'p>,
-        reach: &mut Reach<'_>,
-        out: &mut Replies<'p>,
+        turn: &mut ConnectionTurn<'_, '_>,
     ) -> Resumed {
-        let place = match context.access.presence(partition) {
+        let place = match turn.context.access.presence(partition) {
             // It has come in this moment.
             Presence::Here => return Resumed::Used(0),
             Presence::Elsewhere(place) => Some(place),
             Presence::Leaving | Presence::Unknown => None,
         };
-        let would_wait = place.is_none_or(|place| reach.links.is_silent(place.server));
-        let at_once = self.policy.ends_at_once(reach.now);
-        if self.policy.has_waited(reach.now) || at_once && would_wait {
-            return self.end_unserved(&[len], NO_SERVER, input, session, context, reach, out);
+        let would_wait = place.is_none_or(|place| turn.links.is_silent(place.server));
+        let at_once = self.policy.ends_at_once(turn.now);
+        if self.policy.has_waited(turn.now) || at_once && would_wait {
+            return self.end_unserved(&[len], NO_SERVER, turn);
         }
-        let Some(place) = place else { return self.park(reach.now) };
-        let end = self.policy.wait(reach.now);
-        let (entries, lens) = collect_run((partition, len), place.server, input, session.protocol(), context);
-        match reach.links.forward(place.server, reach.waiter, &entries, end, !at_once) {
+        let Some(place) = place else { return self.park(turn.now) };
+        let end = self.policy.wait(turn.now);
+        let (entries, lens) =
+            collect_run((partition, len), place.server, turn.input, turn.session.protocol(), turn.context);
+        match turn.links.forward(place.server, turn.waiter, &entries, end, !at_once) {
             Some(sent) => {
                 let run = Run { frame: sent.number, ends: sent.ends, lens, end: None };
                 self.waiting = Some(Waiting::Run(run));
                 Resumed::Waits
             }
-            None => self.park(reach.now),
+            None => self.park(turn.now),
         }
     }
 
     /// Begins with a request that was divided.
-    pub fn scatter<'p>(
-        &mut self,
-        scatter: Scatter,
-        input: &[u8],
-        session: &mut Session,
-        context: &Context<'p>,
-        reach: &mut Reach<'_>,
-        out: &mut Replies<'p>,
-    ) -> Resumed {
-        self.resume_parts(Parts::new(scatter), input, session, context, reach, out)
+    pub fn scatter(&mut self, scatter: Scatter, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
+        self.resume_parts(Parts::new(scatter), turn)
     }
 
-    fn resume_parts<'p>(
-        &mut self,
-        mut parts: Parts,
-        input: &[u8],
-        session: &mut Session,
-        context: &Context<'p>,
-        reach: &mut Reach<'_>,
-        out: &mut Replies<'p>,
-    ) -> Resumed {
+    fn resume_parts(&mut self, mut parts: Parts, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         if parts.is_malformed {
             return Resumed::Closes;
         }
-        if self.policy.has_waited(reach.now) {
+        if self.policy.has_waited(turn.now) {
             parts.give_up();
         } else {
-            let at_once = self.policy.ends_at_once(reach.now);
-            parts.dispatch(context, reach, self.policy.wait(reach.now), at_once);
+            let at_once = self.policy.ends_at_once(turn.now);
+            parts.dispatch(turn, self.policy.wait(turn.now), at_once);
         }
-        if !parts.is_done(reach.now) {
+        if !parts.is_done(turn.now) {
             self.waiting = Some(Waiting::Scatter(Box::new(parts)));
             return Resumed::Waits;
         }
@@ -304,16 +291,16 @@ impl Elsewhere {
         if unserved == 0 {
             self.policy.note_served();
         } else {
-            self.policy.note_ended(reach.now);
+            self.policy.note_ended(turn.now);
         }
         if unserved > 0 && !parts.scatter.is_get() {
-            context.access.counters.partition_errors.add(1);
-            let request = &input[..parts.scatter.used().min(input.len())];
-            let error = error_reply(session.protocol(), request, PARTLY);
-            return Resumed::Used(session.fail(&parts.scatter, &error, out));
+            turn.context.access.counters.partition_errors.add(1);
+            let request = &turn.input[..parts.scatter.used().min(turn.input.len())];
+            let error = error_reply(turn.session.protocol(), request, PARTLY);
+            return Resumed::Used(turn.session.fail(&parts.scatter, &error, turn.replies));
         }
-        context.access.counters.partition_misses.add(unserved);
-        Resumed::Used(session.gather(&parts.scatter, &parts.replies(MISS), out))
+        turn.context.access.counters.partition_misses.add(unserved);
+        Resumed::Used(turn.session.gather(&parts.scatter, &parts.replies(MISS), turn.replies))
     }
 
     /// Whether the connection waits for something of which nothing is said when it comes: a
