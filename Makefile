@@ -13,7 +13,8 @@ help:
 	@echo 'make build      builds target/release/aquifer and the libraries'
 	@echo 'make check      runs formatting, rules, lints, unit tests and simulators (5 minutes)'
 	@echo 'make test       runs all tests except the long ones (15 minutes from a clean clone)'
-	@echo 'make test-long  runs virtual machines, other languages, chaos for SECONDS=$(SECONDS), one large run'
+	@echo 'make test-long  runs virtual machines, other languages, chaos for SECONDS=$(SECONDS), one large run;'
+	@echo '                or one of them: PART=checks, fuzz, benches, simulators, peers, programs, chaos, guests'
 	@echo 'make mutants    searches and records the schedules that notice each mutation'
 	@echo 'make survivors  changes 20 functions at random, and reports the changes that no test notices'
 	@echo 'make fuzz       searches for inputs that break a parser, a minute for each of them'
@@ -37,7 +38,7 @@ test:
 	scripts/test.sh test
 
 test-long:
-	AQUIFER_SOAK_S=$$(($(SECONDS) / 3)) scripts/test.sh long
+	AQUIFER_SOAK_S=$$(($(SECONDS) / 3)) PART='$(PART)' scripts/test.sh long
 
 mutants:
 	AQUIFER_RECORD_MUTANTS=1 cargo test --workspace --test simulators every_mutation_is_noticed \

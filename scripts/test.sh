@@ -3,7 +3,8 @@
 #
 #   scripts/test.sh check   formatting, rules, lints, documents, unit tests, simulators; 5 minutes
 #   scripts/test.sh test    all tests except the long ones, as in CI; 15 minutes from a clean clone
-#   scripts/test.sh long    virtual machines, other languages, chaos, the release build
+#   scripts/test.sh long    virtual machines, other languages, chaos, the release build; with
+#                           PART=NAME a part of that: see scripts/test_long.sh
 #
 # All steps use one build, with one profile (`dev`), one set of packages and one set of features.
 # At the end the script prints the time of each step, the ten slowest tests and the skipped tests.
@@ -94,7 +95,7 @@ build() {
     ln -sf libaquifer_malloc.so target/debug/libaquifer-malloc.so
 }
 
-run_tests() { with_lints cargo nextest run --workspace --profile "$1"; }
+run_tests() { with_lints cargo nextest run --workspace --profile "$@"; }
 
 # Many tests wait: four more at a time than there are processors keep these busy.
 run_many_tests() {

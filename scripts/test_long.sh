@@ -50,14 +50,72 @@ short_benches() {
     done
 }
 
+# The parts of `make test-long`; PART names some of them. Each takes at most half an hour.
+#
+#   checks      licences, the build without features, Miri
+#   fuzz        each parser for a while
+#   benches     each bench for a short time
+#   simulators  new schedules, and the other long tests of crates
+#   peers       memcached and `aquifer cache` side by side
+#   programs    programs on real clusters, with the release build
+#   chaos       daemons that die, stop and are cut off; random programs
+#   guests      virtual machines
+PARTS="checks fuzz benches simulators peers programs chaos guests"
+
+check_part_names() {
+    for name in ${PART:-}; do
+        case " $PARTS " in
+        *" $name "*) ;;
+        *)
+            echo "PART=$name: the parts are $PARTS" >&2
+            return 2
+            ;;
+        esac
+    done
+}
+
+is_asked() {
+    for asked in ${PART:-$PARTS}; do
+        for name in "$@"; do
+            [ "$asked" != "$name" ] || return 0
+        done
+    done
+    return 1
+}
+
+# The tests of the parts that are asked for, as a filter of nextest.
+filter_of_parts() {
+    e2e='package(aquifer-tests-e2e)'
+    of_chaos="$e2e & test(/^(chaos|soak)::/)"
+    elsewhere="$e2e | package(aquifer-tests-memcached) | package(aquifer-tests-guests)"
+    filter='none()'
+    if is_asked simulators; then filter="$filter | not ($elsewhere)"; fi
+    if is_asked peers; then filter="$filter | package(aquifer-tests-memcached)"; fi
+    if is_asked programs; then filter="$filter | ($e2e - ($of_chaos))"; fi
+    if is_asked chaos; then filter="$filter | ($of_chaos)"; fi
+    if is_asked guests; then filter="$filter | package(aquifer-tests-guests)"; fi
+    echo "$filter"
+}
+
 test_long() {
+    check_part_names
     step "install missing packages" scripts/install-deps.sh long
-    step "licences and duplicates of dependencies" check_dependencies
-    step "build without features" check_without_features
+    if is_asked checks; then
+        step "licences and duplicates of dependencies" check_dependencies
+        step "build without features" check_without_features
+        step "miri" miri
+    fi
     step "build with lints" build
-    step "release build" build_release
-    step "miri" miri
-    step "fuzzing" scripts/fuzz.sh check
-    step "benches, for a short time" short_benches
-    AQUIFER_BIN="$PWD/target/release/aquifer" step "tests, end to end on the release build" run_tests long
+    if is_asked fuzz; then
+        step "fuzzing" scripts/fuzz.sh check
+    fi
+    if is_asked benches programs chaos guests; then
+        step "release build" build_release
+    fi
+    if is_asked benches; then
+        step "benches, for a short time" short_benches
+    fi
+    if is_asked simulators peers programs chaos guests; then
+        AQUIFER_BIN="$PWD/target/release/aquifer" step "tests" run_tests long -E "$(filter_of_parts)"
+    fi
 }
