@@ -139,8 +139,7 @@ mod tests {
         memory.write(8, &7_u64.to_le_bytes());
         let region = target.register(memory, Access::READ, Scope::Anyone).unwrap();
         let identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(1) };
-        let mut endpoint =
-            tcp::connect(target.address(), &KEY, identity, ConnectOptions::default()).unwrap();
+        let mut endpoint = tcp::connect(target.address(), &KEY, identity, ConnectOptions::default()).unwrap();
         let own = Arc::new(Memory::create("local", 4096).unwrap());
         let local = endpoint.register_local(Arc::clone(&own)).unwrap();
         let mut batch = Batch::new();
