@@ -171,9 +171,7 @@ fn packed(scheme: Scheme, slots: u32, blocks: Vec<(BlockId, Block)>) -> u64 {
 
 /// The same by the product's packing, for which ids do not matter.
 fn packed_by_room(scheme: Scheme, slots: u32, blocks: impl Iterator<Item = (BlockId, Block)>) -> u64 {
-    let mode = aquifer_objects::id::IdMode::Numbers;
-    let policy = aquifer_objects::packing::PackingPolicy { mode, may_split: scheme.may_split };
-    let mut packer = Packer::new(policy, slots, blocks);
+    let mut packer = Packer::new(scheme.may_split, slots, blocks);
     // Addresses that name two blocks already are not split again.
     let mut shared = HashSet::new();
     let next = |packer: &mut Packer, shared: &HashSet<BlockAddress>| {

@@ -117,13 +117,8 @@ impl Fragmented {
         let frames = u32::try_from(blocks << order).expect("small").next_multiple_of(512);
         let bytes = HeapBytes::create(frames).map_err(BenchError::heap)?;
         let layout = bytes.layout();
-        let settings = HeapSettings {
-            classes: Classes::of(vec![class]),
-            mode: aquifer_objects::id::IdMode::Numbers,
-            may_split: false,
-            workers,
-            frames_max: frames,
-        };
+        let settings =
+            HeapSettings { classes: Classes::of(vec![class]), may_split: false, workers, frames_max: frames };
         let (mut heap, mut ledger) = (Heap::new(settings), Ledger::create(bytes, layout));
         let payload = vec![1; class.payload_bytes() as usize / 8];
         let mut random = Random(5);

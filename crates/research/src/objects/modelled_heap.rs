@@ -40,7 +40,6 @@ impl ModelledHeap {
     pub fn new(mode: IdMode, may_split: bool, workers: u16) -> Self {
         let heap = Heap::new(HeapSettings {
             classes: Classes::with_blocks(BLOCK_ORDER_MAX),
-            mode: aquifer_objects::id::IdMode::Numbers,
             may_split,
             workers,
             frames_max: 1 << 22,

@@ -67,13 +67,8 @@ impl Items {
         let layout = bytes.layout();
         let slot_bytes = |size: u32| (size + HEADER_BYTES).next_multiple_of(8);
         let classes = Classes::of(SIZES.map(|size| Class { slot_bytes: slot_bytes(size), order }).to_vec());
-        let settings = HeapSettings {
-            classes: classes.clone(),
-            mode: aquifer_objects::id::IdMode::Numbers,
-            may_split: false,
-            workers: 1,
-            frames_max: FRAMES,
-        };
+        let settings =
+            HeapSettings { classes: classes.clone(), may_split: false, workers: 1, frames_max: FRAMES };
         let (heap, ledger) = (Heap::new(settings), Ledger::create(bytes, layout));
         Ok(Self { heap, ledger, classes, items: Vec::new(), next: 1, random: Random(seed) })
     }
