@@ -1,12 +1,13 @@
 # The commands of the project. Their steps are in scripts/ and in the binary.
 
 AQUIFER := target/release/aquifer
-BENCHES := alloc packing objects migration cache fabric faults 'faults --fabric tcp' failover kv malloc apps restart
+BENCHES := alloc objects migration cache fabric faults 'faults --fabric tcp' failover kv malloc apps restart
+RESEARCH := alloc objects packing
 # Seconds of random programs and chaos in `make test-long`: a third is for programs, a third for
 # chaos with nodes that lose their memory, and a third for chaos with nodes that keep it.
 SECONDS := 600
 
-.PHONY: help build demo check test test-long mutants survivors fuzz bench clean
+.PHONY: help build demo check test test-long mutants survivors fuzz bench research clean
 
 help:
 	@echo 'make demo       runs a real program in a quarter of its memory, and with kernel swap (6 minutes with the build)'
@@ -19,6 +20,7 @@ help:
 	@echo 'make survivors  changes 20 functions at random, and reports the changes that no test notices'
 	@echo 'make fuzz       searches for inputs that break a parser, a minute for each of them'
 	@echo 'make bench      runs all benches, each with its peers'
+	@echo 'make research   builds target/release/aquifer-research, and replays all figures on a model'
 	@echo 'make clean      removes build output'
 
 build:
@@ -56,6 +58,11 @@ bench:
 	scripts/install-deps.sh bench
 	cargo build --release
 	set -e; for name in $(BENCHES); do $(AQUIFER) bench $$name; done
+
+research:
+	scripts/install-deps.sh build
+	cargo build --release -p aquifer-research
+	set -e; for name in $(RESEARCH); do target/release/aquifer-research $$name; done
 
 clean:
 	cargo clean

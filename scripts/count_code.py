@@ -10,6 +10,7 @@ import sys
 # Benches, demo and peers, in this revision and in earlier ones.
 BENCHES = (
     "crates/bench/",
+    "crates/research/",
     "crates/aquifer/src/bench/",
     "crates/aquifer/src/demo/",
     "crates/aquifer/src/peers/",

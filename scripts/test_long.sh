@@ -38,6 +38,7 @@ check_without_features() {
 
 build_release() {
     cargo build --release --quiet
+    cargo build --release --quiet -p aquifer-research
     ln -sf libaquifer_malloc.so target/release/libaquifer-malloc.so
 }
 
@@ -47,6 +48,10 @@ short_benches() {
     for name in $(target/release/aquifer bench list | cut -d ' ' -f 1); do
         echo "bench $name"
         target/release/aquifer bench "$name" --quick
+    done
+    for name in $(target/release/aquifer-research list | cut -d ' ' -f 1); do
+        echo "research $name"
+        target/release/aquifer-research "$name" --quick
     done
 }
 

@@ -3,12 +3,12 @@
 
 use std::collections::BTreeMap;
 
+use aquifer_bench::support::report::{Column, Report, Row, Series, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use aquifer_tests_support::golden;
 use clap::CommandFactory;
 
 use crate::Cli;
-use crate::bench::support::report::{Column, Report, Row, Series, Table, Target};
-use crate::bench::support::spread::Spread;
 
 #[test]
 fn golden_command_line() {

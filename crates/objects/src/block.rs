@@ -11,7 +11,8 @@ pub struct BlockId(pub u32);
 /// What a block records of an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ObjectRecord {
-    /// Tells it from all other objects of its block: see [`crate::id`].
+    /// Tells it from all other objects of its block. A heap's numbers are unique in the heap for
+    /// ever, so all objects of two blocks can be in one.
     pub id: u64,
     /// The block address where it was allocated, or to which its pointers were released (§3.3).
     pub home: BlockAddress,

@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, HashSet};
 
 use crate::block::{Block, BlockId, ObjectRecord};
 use crate::class::{BLOCK_ORDERS, Class, ClassId, Classes};
-use crate::id::IdMode;
 use crate::local::LocalHeap;
 use crate::mutation::Mutation;
 use crate::pointer::BlockAddress;
@@ -115,8 +114,6 @@ pub struct HeapUsage {
 pub struct HeapSettings {
     /// The size classes.
     pub classes: Classes,
-    /// How objects are told apart.
-    pub mode: IdMode,
     /// Whether a block that fits into no other is split over two.
     pub may_split: bool,
     /// Number of workers, 1 to 65,535.
@@ -315,7 +312,7 @@ impl Heap {
 
     /// Allocates an object of a class in a block of a worker.
     ///
-    /// `draw` returns the next number of the heap, or a random number, as the id mode needs.
+    /// `draw` returns the next number of the heap.
     ///
     /// # Errors
     /// If there is no such class, or no memory for another block.
@@ -328,12 +325,12 @@ impl Heap {
     ) -> Result<Allocated, HeapError> {
         let shape = self.settings.classes.get(class).ok_or(HeapError::NoClass)?;
         let local = &mut self.workers[usize::from(worker)];
-        let placed = match local.allocate(class, self.settings.mode, draw) {
+        let placed = match local.allocate(class, draw) {
             Some(placed) => placed,
             None => {
                 self.add_block(worker, class, shape, mover)?;
                 let local = &mut self.workers[usize::from(worker)];
-                local.allocate(class, self.settings.mode, draw).expect("the block is empty")
+                local.allocate(class, draw).expect("the block is empty")
             }
         };
         self.addresses.add_homed(placed.record.home);

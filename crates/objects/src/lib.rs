@@ -11,7 +11,6 @@
 //! - [`mod@pointer`], [`header`]: the words that clients and the heap exchange.
 //! - [`slot`]: the order of loads and stores that makes reads valid.
 //! - [`class`]: sizes of slots and blocks.
-//! - [`id`]: what tells objects of one block apart, and which blocks can be merged.
 //! - [`block`]: which objects are in a block. [`space`]: addresses and memory of blocks.
 //! - [`local`]: the blocks of one worker. [`heap`]: all of a heap.
 //! - [`packing`]: which blocks are merged into which.
@@ -34,7 +33,6 @@ pub mod client;
 mod golden_tests;
 pub mod header;
 pub mod heap;
-pub mod id;
 pub mod layout;
 pub mod ledger;
 pub mod local;

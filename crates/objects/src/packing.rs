@@ -4,19 +4,6 @@
 use std::collections::BTreeMap;
 
 use crate::block::{Block, BlockId};
-use crate::id::{IdMode, IdSet, can_merge};
-
-/// The most blocks whose ids are compared with those of one source.
-const CANDIDATES_MAX: usize = 256;
-
-/// How blocks are packed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PackingPolicy {
-    /// How objects of a block are told apart.
-    pub mode: IdMode,
-    /// Whether a block that fits into no other is split over two. Only with [`IdMode::Numbers`].
-    pub may_split: bool,
-}
 
 /// A move of an object during a merge.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,26 +30,21 @@ pub struct Merge {
 /// The blocks of one class that are being compacted.
 #[derive(Debug)]
 pub struct Packer {
-    policy: PackingPolicy,
+    may_split: bool,
     slots: u32,
     blocks: BTreeMap<BlockId, Block>,
     /// The blocks with room, by their number of objects.
     by_live: BTreeMap<u32, Vec<BlockId>>,
-    ids: IdSet,
 }
 
 impl Packer {
     /// Prepares to pack blocks of one class with `slots` slots each.
-    pub fn new(
-        policy: PackingPolicy,
-        slots: u32,
-        blocks: impl IntoIterator<Item = (BlockId, Block)>,
-    ) -> Self {
-        let mut packer =
-            Self { policy, slots, blocks: BTreeMap::new(), by_live: BTreeMap::new(), ids: IdSet::default() };
-        let is_packed = policy.mode.can_compact(slots);
+    ///
+    /// `may_split`: whether a block that fits into no other is split over two.
+    pub fn new(may_split: bool, slots: u32, blocks: impl IntoIterator<Item = (BlockId, Block)>) -> Self {
+        let mut packer = Self { may_split, slots, blocks: BTreeMap::new(), by_live: BTreeMap::new() };
         for (id, block) in blocks {
-            if is_packed && block.free() > 0 {
+            if block.free() > 0 {
                 packer.by_live.entry(block.live()).or_default().push(id);
             }
             packer.blocks.insert(id, block);
@@ -80,35 +62,21 @@ impl Packer {
     ///
     /// `may_split`: whether a block may be split, as far as its addresses are concerned.
     pub fn next_merge(&mut self, may_split: impl Fn(&Block) -> bool) -> Option<Merge> {
-        let is_by_room = self.policy.mode == IdMode::Numbers;
-        let (source, into) =
-            if is_by_room { self.next_by_room(may_split)? } else { self.next_without_conflict()? };
+        let (source, into) = self.select(may_split)?;
         self.forget(source);
         let moves = self.plan(source, &into);
         Some(Merge { source, into, moves })
     }
 
-    /// The next merge where ids may clash: the emptiest block, and the fullest that can take it.
-    fn next_without_conflict(&mut self) -> Option<(BlockId, Vec<BlockId>)> {
-        loop {
-            let source = self.emptiest()?;
-            if let Some(id) = self.destination(source) {
-                return Some((source, vec![id]));
-            }
-            // It stays as it is.
-            self.forget(source);
-        }
-    }
-
-    /// The next merge where only room counts.
+    /// The source and the destinations of the next merge.
     ///
     /// A block is filled with the emptiest others while two of them fit, and at last with the one
     /// that fits best. So it becomes full although all blocks are about equally full.
-    fn next_by_room(&mut self, may_split: impl Fn(&Block) -> bool) -> Option<(BlockId, Vec<BlockId>)> {
+    fn select(&mut self, may_split: impl Fn(&Block) -> bool) -> Option<(BlockId, Vec<BlockId>)> {
         loop {
             let emptiest = self.emptiest()?;
             let live = self.blocks[&emptiest].live();
-            if self.policy.may_split
+            if self.may_split
                 && may_split(&self.blocks[&emptiest])
                 && let Some(into) = self.two_destinations(emptiest)
             {
@@ -180,18 +148,6 @@ impl Packer {
         }
     }
 
-    /// The fullest block that can take all objects of a source.
-    fn destination(&mut self, source: BlockId) -> Option<BlockId> {
-        let block = &self.blocks[&source];
-        self.ids.fill(block, self.policy.mode);
-        let fitting = self.by_live.range(..=self.slots - block.live()).rev();
-        let others = fitting.flat_map(|(_, ids)| ids.iter().rev()).filter(|id| **id != source);
-        others
-            .take(CANDIDATES_MAX)
-            .find(|id| can_merge(self.policy.mode, block, &self.ids, &self.blocks[id]))
-            .copied()
-    }
-
     /// The fullest two blocks that together have room for a source, each of which is filled as far
     /// as possible. `None` if one has room for all, or no two have.
     fn two_destinations(&self, source: BlockId) -> Option<Vec<BlockId>> {
@@ -259,24 +215,17 @@ mod tests {
     const SLOTS: u32 = 70;
 
     /// A block with objects in the given slots.
-    fn block(number: u32, slots: impl IntoIterator<Item = u32>, mode: IdMode) -> (BlockId, Block) {
+    fn block(number: u32, slots: impl IntoIterator<Item = u32>) -> (BlockId, Block) {
         let home = BlockAddress { order: 0, number };
         let mut block = Block::new(home, ClassId(0), SLOTS);
         for slot in slots {
-            let id = match mode {
-                IdMode::Offsets => u64::from(slot),
-                IdMode::Random { bits } => u64::from(slot * 37 + number * 11) % (1 << bits),
-                IdMode::Numbers => u64::from(number * SLOTS + slot + 1),
-            };
-            if block.objects().all(|(_, record)| record.id != id) {
-                block.put(slot, ObjectRecord { id, home });
-            }
+            block.put(slot, ObjectRecord { id: u64::from(number * SLOTS + slot + 1), home });
         }
         (BlockId(number), block)
     }
 
-    fn pack(policy: PackingPolicy, blocks: Vec<(BlockId, Block)>) -> (Vec<Merge>, BTreeMap<BlockId, Block>) {
-        let mut packer = Packer::new(policy, SLOTS, blocks);
+    fn pack(may_split: bool, blocks: Vec<(BlockId, Block)>) -> (Vec<Merge>, BTreeMap<BlockId, Block>) {
+        let mut packer = Packer::new(may_split, SLOTS, blocks);
         let mut merges = Vec::new();
         while let Some(merge) = packer.next_merge(|_| true) {
             assert_eq!(packer.apply(&merge).expect("the source").live(), 0);
@@ -285,22 +234,14 @@ mod tests {
         (merges, packer.into_blocks())
     }
 
-    fn modes() -> impl Strategy<Value = PackingPolicy> {
-        let modes =
-            [IdMode::Offsets, IdMode::Random { bits: 7 }, IdMode::Random { bits: 6 }, IdMode::Numbers];
-        (prop::sample::select(modes.to_vec()), any::<bool>())
-            .prop_map(|(mode, may_split)| PackingPolicy { mode, may_split })
-    }
-
     proptest! {
         #[test]
         fn no_object_is_lost_and_ids_stay_unique(
-            policy in modes(),
+            may_split in any::<bool>(),
             filled in prop::collection::vec(prop::collection::btree_set(0..SLOTS, 0..70), 1..12),
         ) {
-            let mode = policy.mode;
             let numbered = (0..).zip(filled);
-            let blocks: Vec<_> = numbered.map(|(number, slots)| block(number, slots, mode)).collect();
+            let blocks: Vec<_> = numbered.map(|(number, slots)| block(number, slots)).collect();
             let all = |blocks: &mut dyn Iterator<Item = &Block>| {
                 let objects = blocks.flat_map(Block::objects);
                 let mut all: Vec<_> = objects.map(|(_, record)| (record.id, record.home)).collect();
@@ -310,51 +251,36 @@ mod tests {
             let before = all(&mut blocks.iter().map(|(_, block)| block));
             let live: u32 = blocks.iter().map(|(_, block)| block.live()).sum();
             let count = blocks.len();
-            let (merges, after) = pack(policy, blocks);
+            let (merges, after) = pack(may_split, blocks);
             prop_assert_eq!(all(&mut after.values()), before);
             prop_assert_eq!(after.len() + merges.len(), count, "each merge frees a block");
             for block in after.values() {
                 let ids: BTreeSet<u64> = block.objects().map(|(_, record)| record.id).collect();
                 prop_assert_eq!(ids.len(), block.live() as usize);
-                if mode == IdMode::Offsets {
-                    prop_assert!(block.objects().all(|(slot, record)| u64::from(slot) == record.id));
-                }
             }
-            if mode == IdMode::Numbers {
-                let mut lives: Vec<u32> = after.values().map(Block::live).collect();
-                lives.sort_unstable();
-                let fits = lives.len() >= 2 && lives[0] + lives[1] <= SLOTS;
-                prop_assert!(!fits, "two blocks could be merged: {:?}", lives);
-                let room: u32 = lives.iter().skip(1).take(2).map(|live| SLOTS - live).sum();
-                let splits = policy.may_split && lives.len() >= 3 && lives[0] <= room;
-                prop_assert!(!splits, "one could be split over two others: {:?}", lives);
-                prop_assert!(after.len() >= (live as usize).div_ceil(SLOTS as usize));
-            }
-            if !mode.can_compact(SLOTS) {
-                prop_assert!(merges.is_empty(), "64 ids are too few for 70 slots");
-            }
+            let mut lives: Vec<u32> = after.values().map(Block::live).collect();
+            lives.sort_unstable();
+            let fits = lives.len() >= 2 && lives[0] + lives[1] <= SLOTS;
+            prop_assert!(!fits, "two blocks could be merged: {:?}", lives);
+            let room: u32 = lives.iter().skip(1).take(2).map(|live| SLOTS - live).sum();
+            let splits = may_split && lives.len() >= 3 && lives[0] <= room;
+            prop_assert!(!splits, "one could be split over two others: {:?}", lives);
+            prop_assert!(after.len() >= (live as usize).div_ceil(SLOTS as usize));
         }
     }
 
     #[test]
     fn objects_keep_their_slots_where_they_can() {
-        let policy = PackingPolicy { mode: IdMode::Numbers, may_split: false };
-        let blocks = vec![block(0, [3, 5, 9], policy.mode), block(1, [0, 5, 6, 7], policy.mode)];
-        let (merges, _) = pack(policy, blocks);
+        let blocks = vec![block(0, [3, 5, 9]), block(1, [0, 5, 6, 7])];
+        let (merges, _) = pack(false, blocks);
         let to: Vec<(u32, u32)> = merges[0].moves.iter().map(|slot| (slot.from, slot.to)).collect();
         assert_eq!(to, [(3, 3), (5, 1), (9, 9)], "slot 5 is in use, 1 is the lowest that is free");
     }
 
     #[test]
     fn the_emptiest_goes_into_the_fullest_that_has_room() {
-        let policy = PackingPolicy { mode: IdMode::Numbers, may_split: false };
-        let blocks = vec![
-            block(0, 0..60, policy.mode),
-            block(1, 0..20, policy.mode),
-            block(2, 0..45, policy.mode),
-            block(3, 0..8, policy.mode),
-        ];
-        let (merges, _) = pack(policy, blocks);
+        let blocks = vec![block(0, 0..60), block(1, 0..20), block(2, 0..45), block(3, 0..8)];
+        let (merges, _) = pack(false, blocks);
         let pairs: Vec<(u32, u32)> = merges.iter().map(|merge| (merge.source.0, merge.into[0].0)).collect();
         assert_eq!(pairs, [(3, 0), (1, 2)]);
     }

@@ -5,7 +5,6 @@ use aquifer_objects::bytes::HeapBytes;
 use aquifer_objects::class::{Class, ClassId, Classes};
 use aquifer_objects::header::ObjectNumber;
 use aquifer_objects::heap::{Heap, HeapSettings};
-use aquifer_objects::id::IdMode;
 use aquifer_objects::layout::{Layout, slot_word};
 use aquifer_objects::ledger::Ledger;
 use aquifer_objects::slot::Words;
@@ -36,7 +35,6 @@ impl Soak {
     fn new() -> Self {
         let settings = HeapSettings {
             classes: Classes::standard().clone(),
-            mode: IdMode::Numbers,
             may_split: true,
             workers: 2,
             frames_max: FRAMES,

@@ -80,6 +80,21 @@ fn crates_use_only_what_the_table_in_architecture_md_allows() {
 }
 
 #[test]
+fn all_crates_but_research_are_built_by_default() {
+    let workspace = files().into_iter().find(|file| file.path == "Cargo.toml").expect("the workspace").text();
+    let list = workspace.split_once("\ndefault-members = [").and_then(|(_, rest)| rest.split_once("\n]"));
+    let (list, _) = list.expect("Cargo.toml has default-members");
+    let mut violations = Vec::new();
+    for folder in crates() {
+        let is_listed = list.contains(&format!("\"crates/{folder}\""));
+        if is_listed == (folder == "research") {
+            violations.push(format!("crates/{folder}"));
+        }
+    }
+    assert_no_violations("add these to default-members in Cargo.toml, or remove `research`:", &violations);
+}
+
+#[test]
 fn no_file_of_code_is_too_long() {
     let violations: Vec<String> = files()
         .iter()
@@ -166,7 +181,7 @@ fn product_code_does_not_unwrap() {
 }
 
 /// Crates that write to standard output or standard error.
-const COMMANDS: [&str; 2] = ["crates/aquifer/src/", "crates/bench/src/"];
+const COMMANDS: [&str; 3] = ["crates/aquifer/src/", "crates/bench/src/", "crates/research/src/"];
 
 #[test]
 fn commands_do_not_panic_if_their_output_fails() {

@@ -6,18 +6,18 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use aquifer::Fabric;
+use aquifer_bench::support::bytes::{MIB, show_bytes};
+use aquifer_bench::support::cluster::Cluster;
+use aquifer_bench::support::folder;
+use aquifer_bench::support::processbench::{self, Load};
+use aquifer_bench::support::programs;
+use aquifer_bench::support::progress;
+use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use rustix::process::Signal;
 
-use super::support::bytes::{MIB, show_bytes};
-use super::support::cluster::Cluster;
-use super::support::folder;
-use super::support::processbench::{self, Load};
-use super::support::programs;
-use super::support::progress;
-use super::support::report::{Column, Report, Row, Table, Target};
-use super::support::spread::Spread;
 use super::{BenchArgs, BenchError};
-use aquifer::Fabric;
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: no program waits longer than 100 ms";

@@ -7,7 +7,6 @@
 mod alloc;
 mod apps;
 mod cache;
-mod error;
 pub mod fabric;
 mod failover;
 mod faults;
@@ -15,21 +14,17 @@ mod kv;
 mod malloc;
 mod migration;
 mod objects;
-mod packing;
 mod restart;
-pub mod support;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::Args;
-
-use aquifer::say::{say, say_line};
-pub use error::BenchError;
-use support::interrupt;
-use support::report::Report;
-
 use aquifer::Fabric;
+use aquifer::say::say;
+pub use aquifer_bench::BenchError;
+use aquifer_bench::support::benches::{Bench, BenchList};
+use aquifer_bench::support::interrupt;
+use clap::Args;
 
 /// Arguments of `aquifer bench`.
 #[derive(Args, Clone, Debug)]
@@ -54,7 +49,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// For `bench apps`, measure only programs with this in their names, such as postgres; for
-    /// `bench objects`, only this figure, such as 17; for `bench cache`, only this part: requests,
+    /// `bench objects`, only this figure, such as 11; for `bench cache`, only this part: requests,
     /// threads, memory, hits, moves, or pool
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
@@ -64,16 +59,9 @@ pub struct BenchArgs {
     /// For `bench faults`, measure the processes of one run that are together over its limit
     #[arg(long)]
     pub processes: bool,
-    /// For figures 18 and 19 of `bench objects`, the library of Mesh (libmesh.so), or of another
-    /// malloc, as a peer
-    #[arg(long, value_name = "LIBRARY")]
-    pub mesh: Option<PathBuf>,
     /// For `bench cache`, the program of pogocache, as a peer
     #[arg(long, value_name = "PROGRAM")]
     pub pogocache: Option<PathBuf>,
-    /// Be the process of `bench objects` that plays a trace of Redis
-    #[arg(long, hide = true)]
-    pub play: Option<objects::Play>,
     /// Be the serving process of `bench fabric` or `bench alloc`, at this path, or one of `bench
     /// migration`, as this file says
     #[arg(long, hide = true)]
@@ -85,7 +73,6 @@ const TRACE: &str = "--trace";
 const ONLY: &str = "--only";
 const FIT: &str = "--fit";
 const PROCESSES: &str = "--processes";
-const MESH: &str = "--mesh";
 const POGOCACHE: &str = "--pogocache";
 
 impl BenchArgs {
@@ -97,7 +84,6 @@ impl BenchArgs {
             (ONLY, self.only.is_some()),
             (FIT, self.fit.is_some()),
             (PROCESSES, self.processes),
-            (MESH, self.mesh.is_some()),
             (POGOCACHE, self.pogocache.is_some()),
         ];
         given.into_iter().filter(|(_, is_given)| *is_given).map(|(option, _)| option)
@@ -107,25 +93,18 @@ impl BenchArgs {
 /// Main function of a serving process: serves at a path until the process is ended.
 type Serve = fn(&Path) -> Result<(), BenchError>;
 
-/// A bench in the list.
-struct Bench {
-    name: &'static str,
-    about: &'static str,
-    targets: &'static str,
-    /// The options it has, of those that only some benches have.
-    options: &'static [&'static str],
-    serve_at: Option<Serve>,
-    run: fn(&BenchArgs) -> Result<Report, BenchError>,
-}
+/// The benches that have serving processes.
+const SERVING: [(&str, Serve); 3] =
+    [("alloc", alloc::serve_at), ("fabric", fabric::serve_at), ("migration", migration::serve_at)];
 
-const BENCHES: [Bench; 12] = [
+const BENCHES: BenchList<BenchArgs> = BenchList { command: "aquifer bench", benches: &ALL };
+
+const ALL: [Bench<BenchArgs>; 11] = [
     Bench {
         name: "alloc",
-        about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
-            TCP and over shared memory",
+        about: "allocation of extents over shared memory and over TCP, beside RPC and a one-sided array",
         targets: alloc::TARGETS,
         options: &[TRACE],
-        serve_at: Some(alloc::serve_at),
         run: alloc::run,
     },
     Bench {
@@ -133,7 +112,6 @@ const BENCHES: [Bench; 12] = [
         about: "redis, PostgreSQL and k-means with a part of their memory, on the pool and on kernel swap",
         targets: apps::TARGETS,
         options: &[ONLY, FIT],
-        serve_at: None,
         run: apps::run,
     },
     Bench {
@@ -141,7 +119,6 @@ const BENCHES: [Bench; 12] = [
         about: "requests, memory and hit ratio of `aquifer cache`, beside memcached",
         targets: cache::TARGETS,
         options: &[ONLY, POGOCACHE],
-        serve_at: None,
         run: cache::run,
     },
     Bench {
@@ -149,7 +126,6 @@ const BENCHES: [Bench; 12] = [
         about: "pauses of programs with replicas when a memory node is killed or stopped",
         targets: failover::TARGETS,
         options: &[FABRIC],
-        serve_at: None,
         run: failover::run,
     },
     Bench {
@@ -157,7 +133,6 @@ const BENCHES: [Bench; 12] = [
         about: "page faults on the pool, beside kernel swap and a bare userfaultfd",
         targets: faults::TARGETS,
         options: &[FABRIC, PROCESSES],
-        serve_at: None,
         run: faults::run,
     },
     Bench {
@@ -165,7 +140,6 @@ const BENCHES: [Bench; 12] = [
         about: "shared-memory READ, WRITE, atomics and messages, beside memcpy and bare atomics",
         targets: fabric::TARGETS,
         options: &[],
-        serve_at: Some(fabric::serve_at),
         run: fabric::run,
     },
     Bench {
@@ -173,7 +147,6 @@ const BENCHES: [Bench; 12] = [
         about: "gets and YCSB of a key-value store in remote memory, beside redis and memcached",
         targets: kv::TARGETS,
         options: &[],
-        serve_at: None,
         run: kv::run,
     },
     Bench {
@@ -181,7 +154,6 @@ const BENCHES: [Bench; 12] = [
         about: "malloc benchmarks on the paged allocator, beside glibc on the pool and on kernel swap",
         targets: malloc::TARGETS,
         options: &[],
-        serve_at: None,
         run: malloc::run,
     },
     Bench {
@@ -189,32 +161,20 @@ const BENCHES: [Bench; 12] = [
         about: "segments that move between two agents, and a map that is used meanwhile, by Figure 4 of RAMP",
         targets: migration::TARGETS,
         options: &[],
-        serve_at: Some(migration::serve_at),
         run: migration::run,
     },
     Bench {
         name: "objects",
-        about: "memory that compaction of objects saves, by the figures of CoRM",
+        about: "calls and direct reads of objects, also while they are compacted, by the figures of CoRM",
         targets: objects::TARGETS,
-        options: &[ONLY, MESH],
-        serve_at: None,
+        options: &[ONLY],
         run: objects::run,
-    },
-    Bench {
-        name: "packing",
-        about: "use of a pool by jobs that swap, with memory allocated in advance or at eviction; \
-            simulated with the real allocator",
-        targets: packing::TARGETS,
-        options: &[],
-        serve_at: None,
-        run: packing::run,
     },
     Bench {
         name: "restart",
         about: "pauses of programs on the pool when their agent is killed and another one is started",
         targets: restart::TARGETS,
         options: &[FABRIC],
-        serve_at: None,
         run: restart::run,
     },
 ];
@@ -225,50 +185,23 @@ const BENCHES: [Bench; 12] = [
 /// If there is no such bench, it does not have a given option, or it could not measure.
 pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.name == "list" {
-        say!("{}", list());
+        say!("{}", BENCHES.to_text());
         return Ok(ExitCode::SUCCESS);
     }
-    let bench = BENCHES
-        .iter()
-        .find(|bench| bench.name == args.name)
-        .ok_or_else(|| BenchError::NoSuchBench { name: args.name.clone() })?;
-    if let Some(option) = args.options().find(|option| !bench.options.contains(option)) {
-        let benches = BENCHES.iter().filter(|other| other.options.contains(&option));
-        let benches = benches.map(|other| format!("`aquifer bench {}`", other.name)).collect();
-        return Err(BenchError::NoSuchOption { name: bench.name, option, benches });
-    }
-    if let (Some(path), Some(serve_at)) = (&args.serve_at, bench.serve_at) {
+    let bench = BENCHES.select(&args.name, args.options())?;
+    let serve_at = SERVING.iter().find(|(name, _)| *name == bench.name);
+    if let (Some(path), Some((_, serve_at))) = (&args.serve_at, serve_at) {
         serve_at(path)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    if let Some(play) = args.play {
-        say_line!("{}", objects::play(play)?);
         return Ok(ExitCode::SUCCESS);
     }
     interrupt::install();
     interrupt::outcome(measure(bench, args))
 }
 
-fn measure(bench: &Bench, args: &BenchArgs) -> Result<ExitCode, BenchError> {
+fn measure(bench: &Bench<BenchArgs>, args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let report = (bench.run)(args)?;
-    say!("{}", report.to_text());
-    if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&report).expect("numbers and texts can be written");
-        std::fs::write(path, text + "\n").map_err(BenchError::io("write", path))?;
-        say_line!("report: {}", path.display());
-    }
-    if let Some(folder) = &args.out {
-        std::fs::create_dir_all(folder).map_err(BenchError::io("create folder", folder))?;
-        let path = folder.join(format!("{}.svg", report.bench));
-        report.draw(&path)?;
-        say_line!("picture: {}", path.display());
-    }
+    report.publish(BENCHES.command, args.json.as_deref(), args.out.as_deref())?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn list() -> String {
-    let lines = BENCHES.iter().map(|bench| format!("{:9} {}; {}\n", bench.name, bench.about, bench.targets));
-    lines.collect()
 }
 
 #[cfg(test)]
@@ -286,20 +219,18 @@ mod tests {
             only: None,
             fit: None,
             processes: false,
-            mesh: None,
             pogocache: None,
-            play: None,
             serve_at: None,
         }
     }
 
     #[test]
     fn every_bench_is_listed_with_its_targets() {
-        let list = list();
-        assert_eq!(list.lines().count(), BENCHES.len());
+        let list = BENCHES.to_text();
+        assert_eq!(list.lines().count(), ALL.len());
         let makefile = include_str!("../../../../Makefile");
         let run_by_make = makefile.lines().find_map(|line| line.strip_prefix("BENCHES := ")).unwrap();
-        for bench in &BENCHES {
+        for bench in &ALL {
             let is_run = run_by_make.split([' ', '\'']).any(|name| name == bench.name);
             assert!(is_run, "`make bench` does not run {}", bench.name);
         }

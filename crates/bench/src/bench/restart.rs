@@ -6,16 +6,17 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::support::bytes::{MIB, show_bytes};
-use super::support::cluster::{self, Cluster};
-use super::support::folder;
-use super::support::processbench::{self, Load};
-use super::support::programs;
-use super::support::progress;
-use super::support::report::{Column, Report, Row, Table, Target};
-use super::support::spread::Spread;
-use super::{BenchArgs, BenchError};
 use aquifer::Fabric;
+use aquifer_bench::support::bytes::{MIB, show_bytes};
+use aquifer_bench::support::cluster::{self, Cluster};
+use aquifer_bench::support::folder;
+use aquifer_bench::support::processbench::{self, Load};
+use aquifer_bench::support::programs;
+use aquifer_bench::support::progress;
+use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
+use super::{BenchArgs, BenchError};
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: no program waits longer than 1 s";

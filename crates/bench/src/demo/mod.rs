@@ -8,16 +8,16 @@ mod ways;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::Args;
-
-use crate::bench::BenchError;
-use crate::bench::support::bytes::{MIB, show_bytes};
-use crate::bench::support::cluster::Cluster;
-use crate::bench::support::folder;
-use crate::bench::support::interrupt;
 use aquifer::Fabric;
 use aquifer::say::{say, say_line};
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::{MIB, show_bytes};
+use aquifer_bench::support::cluster::Cluster;
+use aquifer_bench::support::folder;
+use aquifer_bench::support::interrupt;
 use aquifer_swap::setup::cleanup_stale;
+use clap::Args;
+
 use program::Program;
 use ways::{Stage, Way};
 

@@ -3,13 +3,13 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::{MIB, float, show_bytes};
+use aquifer_bench::support::draw::{self, Area, DrawResult, pixels};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
 use super::ways::Played;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::{MIB, float, show_bytes};
-use crate::bench::support::draw::{self, Area, DrawResult, pixels};
 
 const BAR_CHARS: u32 = 48;
 const WIDTH_PX: i32 = 820;

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::bench::BenchError;
+use aquifer_bench::BenchError;
 
 const SCRIPT: &str = include_str!("../../../../scripts/demo/kernel-docs.sql");
 const DOCS: &str = "/usr/share/doc";

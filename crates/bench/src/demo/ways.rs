@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::show_bytes;
+use aquifer_bench::support::child::{self, Moment, ProgramOutcome, Streams, Watched};
+use aquifer_bench::support::cluster::{Cluster, read_statistics};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::program::Program;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::show_bytes;
-use crate::bench::support::child::{self, Moment, ProgramOutcome, Streams, Watched};
-use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
 /// Time between two queries of the memory held by cluster or kernel. A query takes processor time

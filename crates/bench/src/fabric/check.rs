@@ -5,6 +5,11 @@ use std::hash::{BuildHasher, RandomState};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use aquifer::Outcome;
+use aquifer::say::say;
+use aquifer::settings::Network;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::spread::short;
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, Limits, RemoteAddr, Tenant, Verb, Work, WorkError,
     tcp,
@@ -14,12 +19,7 @@ use aquifer_fabric_verbs::{RemapMethod, VerbsEndpoint, devices};
 use super::CheckEnd;
 use super::info::describe;
 use super::messages::{MESSAGE_BYTES, Moved, Opened, Request};
-use crate::bench::BenchError;
 use crate::bench::fabric::link::Link;
-use crate::bench::support::spread::short;
-use aquifer::Outcome;
-use aquifer::say::say;
-use aquifer::settings::Network;
 
 /// Time of one measurement, unless it has done `OPERATIONS_MAX` operations before.
 const MEASURE_TIME: Duration = Duration::from_millis(500);

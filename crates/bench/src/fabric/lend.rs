@@ -6,16 +6,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use aquifer::say::say_line;
+use aquifer::settings::Network;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::interrupt;
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, EndpointNumber, Key, Memory, Region, Scope, Target, TargetError, WindowSpec};
 use aquifer_fabric_verbs::{self as verbs, RemapMethod, VerbsTarget};
 
 use super::CheckEnd;
 use super::messages::{Moved, Opened, Request};
-use crate::bench::BenchError;
-use crate::bench::support::interrupt;
-use aquifer::say::say_line;
-use aquifer::settings::Network;
 
 /// Bytes of the lent memory.
 pub const REGION_BYTES: usize = 16 << 20;

@@ -13,13 +13,13 @@ mod messages;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 
-use aquifer_fabric::ClusterKey;
-
-use crate::bench::support::interrupt;
 use aquifer::Outcome;
 use aquifer::key;
 use aquifer::settings::Network;
 use aquifer::state::StateDir;
+use aquifer_bench::support::interrupt;
+use aquifer_fabric::ClusterKey;
+
 use arguments::{CheckArguments, FabricCommand};
 
 /// Address, network and key of a check.

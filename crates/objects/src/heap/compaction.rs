@@ -4,7 +4,7 @@ use super::{Heap, Mover};
 use crate::block::{Block, BlockId};
 use crate::class::{Class, ClassId};
 use crate::mutation::Mutation;
-use crate::packing::{Merge, Packer, PackingPolicy};
+use crate::packing::{Merge, Packer};
 use crate::space::FrameRun;
 
 /// Blocks that are looked at for each merge of a step, so that its time is bounded.
@@ -33,14 +33,13 @@ impl Heap {
         mover: &mut impl Mover,
     ) -> (u64, bool) {
         let Some(shape) = self.settings.classes.get(class) else { return (0, true) };
-        let policy = PackingPolicy { mode: self.settings.mode, may_split: self.settings.may_split };
         let (mut collected, mut are_all) = (Vec::new(), true);
         for local in &mut self.workers {
             let (blocks, are_of_worker) = local.collect(class, blocks_max);
             collected.extend(blocks);
             are_all &= are_of_worker;
         }
-        let mut packer = Packer::new(policy, shape.slots(), collected);
+        let mut packer = Packer::new(self.settings.may_split, shape.slots(), collected);
         let mut merges = 0;
         while merges < merges_max {
             let addresses = &self.addresses;

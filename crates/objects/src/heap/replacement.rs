@@ -78,7 +78,6 @@ mod tests {
     use crate::bytes::HeapBytes;
     use crate::class::Classes;
     use crate::heap::{Allocated, HeapSettings};
-    use crate::id::IdMode;
     use crate::layout::slot_word;
     use crate::ledger::Ledger;
     use crate::slot::Words;
@@ -90,8 +89,7 @@ mod tests {
         let classes = Classes::standard().clone();
         let class = classes.class_for(40_000).unwrap();
         let shape = classes.get(class).unwrap();
-        let settings =
-            HeapSettings { classes, mode: IdMode::Numbers, may_split: false, workers: 1, frames_max: 64 };
+        let settings = HeapSettings { classes, may_split: false, workers: 1, frames_max: 64 };
         let (mut heap, mut ledger) = (Heap::new(settings), Ledger::create(bytes, layout));
         let mut next = 0;
         let mut allocate = |payload: &[u64]| {

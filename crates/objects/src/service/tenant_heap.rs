@@ -7,7 +7,6 @@ use crate::bytes::HeapBytes;
 use crate::class::{Class, ClassId, Classes, FRAME_BYTES, SLOT_BYTES_MAX};
 use crate::header::ObjectNumber;
 use crate::heap::{Heap, HeapError, HeapSettings, Located};
-use crate::id::IdMode;
 use crate::layout::slot_word;
 use crate::ledger::Ledger;
 use crate::pointer::Pointer;
@@ -73,8 +72,7 @@ struct Named {
 }
 
 fn settings(frames_max: u32) -> HeapSettings {
-    let (classes, mode) = (Classes::standard().clone(), IdMode::Numbers);
-    HeapSettings { classes, mode, may_split: false, workers: 1, frames_max }
+    HeapSettings { classes: Classes::standard().clone(), may_split: false, workers: 1, frames_max }
 }
 
 impl TenantHeap {

@@ -6,7 +6,6 @@ use aquifer_fabric::sim::Rng;
 use aquifer_objects::class::{Class, ClassId, Classes};
 use aquifer_objects::header::{Header, Lock, ObjectNumber};
 use aquifer_objects::heap::{Heap, HeapError, HeapSettings};
-use aquifer_objects::id::IdMode;
 use aquifer_objects::layout::{HeapWords, Layout, slot_word};
 use aquifer_objects::ledger::Ledger;
 use aquifer_objects::slot::{self, ReadVerdict, Words, verdict};
@@ -296,7 +295,6 @@ impl Schedule {
         chosen.extend(classes.iter().filter(|(_, class)| class.is_single() && has_single));
         let settings = HeapSettings {
             classes,
-            mode: IdMode::Numbers,
             may_split: rng.chance(1, 2),
             workers: 1 + u16::try_from(rng.below(4)).expect("small"),
             frames_max: FRAMES,

@@ -1,58 +1,33 @@
-//! `aquifer bench alloc`: the cost of allocating an extent, beside peers, after the evaluation of
-//! FineMem (OSDI 2025; design.md, section 15).
+//! `aquifer bench alloc`: the cost of allocating an extent on this machine, beside peers, after the
+//! evaluation of FineMem (OSDI 2025; design.md, section 15). `aquifer-research alloc` has the cost
+//! under a model of RDMA.
 
-mod array;
-mod ladder;
-mod metadata;
-mod model;
-mod ours;
 mod real;
-mod recovery;
 mod service;
-mod trace;
-pub mod ways;
-pub mod words;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::support::bytes::float;
-use super::support::progress;
-use super::support::report::{Column, Report, Row, Table, Target};
-use super::support::spread::{Spread, short};
+use aquifer_bench::support::allocation_trace;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::report::Report;
+use aquifer_bench::support::spread::short;
+
 use super::{BenchArgs, BenchError};
-use aquifer_pool::SizeClass;
-use model::{Load, ModelResult, Scene, play};
 pub use real::serve_at;
-use ways::Way;
 
 /// Targets, for `aquifer bench list`.
-pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, no slower than the best \
-    peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 \
-    (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs for an extent in stock; \
-     recovery of a million chunks ≤ 2 s";
+pub const TARGETS: &str = "targets: the node's CPU over TCP ≤ 0.33 of RPC's; the service ≤ 2 µs for an \
+    extent in stock";
 
-/// 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB, 2 MiB.
-const CLASSES: [u8; 6] = [0, 3, 4, 5, 7, 9];
-const CLIENTS: [usize; 5] = [1, 4, 16, 64, 128];
-const NODES: [usize; 4] = [1, 2, 4, 6];
-/// Clients in the tables that vary the number of nodes.
-const CLIENTS_AT_NODES: usize = 64;
-/// Clients in the tables with most contention.
-const CLIENTS_MAX: usize = 512;
 /// Clients that replay a trace.
 const REPLAY_CLIENTS: usize = 16;
-/// 3 GiB: as much on 1, 2, 4 or 6 nodes.
-const SECTIONS: u32 = 1536;
 
 /// Amount of work.
 #[derive(Clone, Copy, Debug)]
 struct Volume {
-    allocations: usize,
-    seeds: u64,
     rounds: usize,
     requests: usize,
-    /// Allocations of a round on this machine.
+    /// Allocations of a round.
     real: usize,
 }
 
@@ -62,227 +37,40 @@ struct Volume {
 /// If an allocator fails.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let volume = if args.quick {
-        Volume { allocations: 4_000, seeds: 1, rounds: 1, requests: 5_000, real: 2_000 }
+        Volume { rounds: 1, requests: 5_000, real: 2_000 }
     } else {
-        Volume { allocations: 20_000, seeds: 3, rounds: 5, requests: 20_000, real: 10_000 }
+        Volume { rounds: 5, requests: 20_000, real: 10_000 }
     };
     if let Some(path) = &args.trace {
         return replay(path, args.quick, volume);
     }
     let mut report = Report::new("alloc", args.quick);
-    report.notes.push(
-        "the cost model: a READ, WRITE or atomic takes 1.7 µs, and each further one of the same doorbell \
-         0.1 µs; an RPC takes 4 µs, of which 2.3 µs are on the node's only core, where RPCs queue; on \
-         that core registration takes 450 µs for 4 MiB, in proportion, and a window 1.3 µs"
-            .into(),
-    );
-    report.notes.push(
-        "with the cost model clients allocate extents without a pause, and free one at random when they hold \
-         enough; at most half of the memory is allocated. A node's card does any number of one-sided \
-         operations at once, and freeing costs the node's core as much as allocating. Ours are the \
-         product's state machines, with keys and logs; peers have neither, except where a window is named. \
-         The spread is over seeds"
-            .into(),
-    );
-    let mut scenes = Scenes { volume, played: Vec::new() };
-    scenes.play_all()?;
-    let (tables, targets) = service::measure(volume.rounds, volume.requests)?;
-    let (recovery, recovery_targets) = recovery::measure(volume.rounds)?;
+    let (service, service_targets) = service::measure(volume.rounds, volume.requests)?;
     let (real, real_targets) = real::measure(volume.rounds, volume.real)?;
-    let ladder = ladder::measure(SECTIONS, volume.allocations, volume.seeds)?;
     report.notes.push(
         "the service is measured in the program, call by call; program, agent and node share the \
          processors of this machine"
             .into(),
     );
-    report.tables = scenes.tables();
-    report.tables.extend(ladder);
-    report.tables.extend(real);
-    report.tables.extend(tables);
-    report.tables.push(recovery);
-    report.tables.push(metadata::table());
-    report.targets = scenes.targets();
-    report.targets.extend(real_targets);
-    report.targets.extend(targets);
-    report.targets.extend(recovery_targets);
+    report.tables = real;
+    report.tables.extend(service);
+    report.targets = real_targets;
+    report.targets.extend(service_targets);
     Ok(report)
 }
 
 /// Replays a trace, and measures nothing else.
 fn replay(path: &Path, quick: bool, volume: Volume) -> Result<Report, BenchError> {
-    let arrivals = trace::read(path)?;
+    let arrivals = allocation_trace::read(path)?;
     let mut report = Report::new("alloc-trace", quick);
     let last_s = arrivals.last().map_or(0.0, |last| float(last.at_ns) / 1e9);
     report.notes.push(format!(
         "{} allocations in {} s, by {REPLAY_CLIENTS} clients in turn; the delay of a busy client counts. A \
-         client that holds its share of half of the memory frees its oldest extent first. On this \
-         machine, the node's CPU includes frees",
+         client that holds its share of half of the memory frees its oldest extent first. The node's CPU \
+         includes frees",
         arrivals.len(),
         short(last_s)
     ));
-    let mut rows = Vec::new();
-    for way in Way::ALL {
-        let scene = Scene { way, clients: REPLAY_CLIENTS, nodes: 1, sections: SECTIONS };
-        let outcomes: Result<Vec<ModelResult>, String> =
-            (0..volume.seeds).map(|seed| play(&scene, &Load::Trace(&arrivals), seed)).collect();
-        rows.push(row(way, &outcomes.map_err(|reason| BenchError::Allocator { reason })?));
-    }
-    rows.reverse();
-    report.tables.push(table(format!("trace with the cost model: {REPLAY_CLIENTS} clients, 1 node"), rows));
-    report.tables.extend(real::replay(&arrivals, REPLAY_CLIENTS, volume.rounds)?);
+    report.tables = real::replay(&arrivals, REPLAY_CLIENTS, volume.rounds)?;
     Ok(report)
-}
-
-/// Size, clients and nodes of a table.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Case {
-    k: u8,
-    clients: usize,
-    nodes: usize,
-}
-
-#[derive(Debug)]
-struct Played {
-    way: Way,
-    case: Case,
-    outcomes: Vec<ModelResult>,
-}
-
-#[derive(Debug)]
-struct Scenes {
-    volume: Volume,
-    played: Vec<Played>,
-}
-
-fn cases() -> Vec<Case> {
-    let by_size = CLASSES.into_iter().map(|k| Case { k, clients: 16, nodes: 1 });
-    let by_clients = CLIENTS.into_iter().map(|clients| Case { k: 0, clients, nodes: 1 });
-    let by_nodes = NODES.into_iter().map(|nodes| Case { k: 0, clients: CLIENTS_AT_NODES, nodes });
-    let crowds = [0, 3, 4].into_iter().map(|k| Case { k, clients: CLIENTS_MAX, nodes: 1 });
-    let large = [(9, 1), (9, 128), (5, 128)].into_iter().map(|(k, clients)| Case { k, clients, nodes: 1 });
-    let mut all: Vec<Case> = Vec::new();
-    for case in by_size.chain(by_clients).chain(by_nodes).chain(crowds).chain(large) {
-        if !all.contains(&case) {
-            all.push(case);
-        }
-    }
-    all
-}
-
-impl Scenes {
-    fn play_all(&mut self) -> Result<(), BenchError> {
-        let cases = cases();
-        let bar = progress::bar(cases.len() * Way::ALL.len());
-        for case in cases {
-            for way in Way::ALL {
-                bar.set_message(format!("{}, {}", way.name(), case.name()));
-                let Case { k, clients, nodes } = case;
-                let class = SizeClass::new(k).unwrap_or(SizeClass::SECTION);
-                let load = Load::Closed { class, allocations: self.volume.allocations };
-                let scene = Scene { way, clients, nodes, sections: SECTIONS };
-                let outcomes = (0..self.volume.seeds).map(|seed| play(&scene, &load, seed));
-                let outcomes: Result<_, _> = outcomes.collect();
-                let outcomes = outcomes.map_err(|reason| BenchError::Allocator { reason })?;
-                self.played.push(Played { way, case, outcomes });
-                bar.inc(1);
-            }
-        }
-        bar.finish_and_clear();
-        Ok(())
-    }
-
-    fn of(&self, way: Way, case: Case) -> Option<&Played> {
-        self.played.iter().find(|played| played.way == way && played.case == case)
-    }
-
-    fn tables(&self) -> Vec<Table> {
-        cases().into_iter().map(|case| self.table(case)).collect()
-    }
-
-    fn table(&self, case: Case) -> Table {
-        let rows = Way::ALL.iter().rev().filter_map(|way| {
-            let played = self.of(*way, case)?;
-            Some(row(*way, &played.outcomes))
-        });
-        table(format!("cost model: {}", case.name()), rows.collect())
-    }
-
-    fn targets(&self) -> Vec<Target> {
-        let mut targets = Vec::new();
-        for case in cases().into_iter().filter(|case| case.clients >= 16) {
-            let Some(ours) = self.of(Way::Ours, case) else { continue };
-            let ratio = |way| Spread::of_ratios(&ours.means(), &self.of(way, case)?.means());
-            let mut target = |name: String, value: Option<Spread>, bound| {
-                targets.extend(value.map(|value| Target { name, value, bound, at_most: true }));
-            };
-            let name = case.name();
-            target(format!("{name}: ÷ registered on demand"), ratio(Way::OnDemandRpc), 0.05);
-            let peers = [Way::Rpc, Way::RpcWindow, Way::Array].into_iter().filter_map(ratio);
-            let closest = peers.max_by(|one, other| one.median.total_cmp(&other.median));
-            target(format!("{name}: ÷ the best peer"), closest, 1.0);
-            if case.clients == CLIENTS_MAX {
-                let bound = match case.k {
-                    0 => 1.1,
-                    3 => 1.6,
-                    _ => 2.1,
-                };
-                target(format!("{name}: CASes for each"), ours.figure(|of| of.each(of.swaps)), bound);
-                target(format!("{name}: failed CASes for each"), ours.figure(|of| of.each(of.lost)), 1.33);
-            }
-        }
-        let metadata = Spread::of(&[metadata::percent()]);
-        targets.extend(metadata.map(|value| Target {
-            name: "metadata, % of the memory".into(),
-            value,
-            bound: 0.45,
-            at_most: true,
-        }));
-        targets
-    }
-}
-
-impl Case {
-    fn name(&self) -> String {
-        let size = match 4u64 << self.k {
-            kib if kib < 1024 => format!("{kib} KiB"),
-            kib => format!("{} MiB", kib / 1024),
-        };
-        let plural = |count: usize, one: &str| format!("{count} {one}{}", if count == 1 { "" } else { "s" });
-        format!("{size}, {}, {}", plural(self.clients, "client"), plural(self.nodes, "node"))
-    }
-}
-
-impl Played {
-    fn figure(&self, of: impl Fn(&ModelResult) -> f64) -> Option<Spread> {
-        Spread::of(&self.outcomes.iter().map(of).collect::<Vec<f64>>())
-    }
-
-    fn means(&self) -> Vec<f64> {
-        self.outcomes.iter().map(ModelResult::mean_us).collect()
-    }
-}
-
-fn table(title: String, rows: Vec<Row>) -> Table {
-    let columns =
-        ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "failed CASes", "node's CPU µs", "free µs"];
-    let columns = columns.map(Column::middle).to_vec();
-    Table { title, columns, pictured: Some("mean µs"), ratio: None, rows }
-}
-
-fn row(way: Way, outcomes: &[ModelResult]) -> Row {
-    let figure =
-        |of: &dyn Fn(&ModelResult) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
-    let figures = [
-        ("mean µs", figure(&ModelResult::mean_us)),
-        ("p50 µs", figure(&|of| of.permille_us(500))),
-        ("p99 µs", figure(&|of| of.permille_us(990))),
-        ("trips", figure(&|of| of.each(of.trips))),
-        ("CASes", figure(&|of| of.each(of.swaps))),
-        ("failed CASes", figure(&|of| of.each(of.lost))),
-        ("node's CPU µs", figure(&|of| of.each(of.node_cpu_ns) / 1e3)),
-        ("free µs", figure(&ModelResult::free_us)),
-    ];
-    let figures: BTreeMap<_, _> =
-        figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
-    Row { name: way.name().into(), figures }
 }

@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use aquifer_client::{Extent, Session};
-
-use crate::bench::BenchError;
-use crate::bench::support::cluster::Cluster;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 use aquifer::Fabric;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::cluster::Cluster;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::{Spread, mean_us, permille_us};
+use aquifer_client::{Extent, Session};
 
 /// Memory that the nodes lend together.
 const MEMORY_BYTES: u64 = 512 << 20;
@@ -145,17 +144,4 @@ fn row(name: &str, rounds: &[Vec<u64>]) -> Row {
     let figures: BTreeMap<_, _> =
         figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
     Row { name: name.into(), figures }
-}
-
-/// The mean in µs.
-#[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
-pub fn mean_us(times_ns: &[u64]) -> f64 {
-    times_ns.iter().sum::<u64>() as f64 / times_ns.len() as f64 / 1e3
-}
-
-/// A quantile of sorted times in µs; the median is 500.
-#[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
-pub fn permille_us(sorted_ns: &[u64], permille: usize) -> f64 {
-    let last = sorted_ns.len().saturating_sub(1);
-    sorted_ns.get(last * permille / 1000).map_or(f64::NAN, |ns| *ns as f64 / 1e3)
 }

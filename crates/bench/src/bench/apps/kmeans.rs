@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::child::{self, ProgramOutcome, Streams, Watched};
+
 use super::{App, Played, Size};
-use crate::bench::BenchError;
-use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
 
 /// Debian's Python, which has Debian's packages.
 const PYTHON: &str = "/usr/bin/python3";

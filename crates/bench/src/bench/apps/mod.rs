@@ -2,7 +2,6 @@
 
 mod kmeans;
 mod postgres;
-pub(super) mod random;
 mod redis;
 pub(super) mod resp;
 mod summary;
@@ -13,18 +12,18 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
+use aquifer_bench::support::bytes::{MIB, float, show_bytes};
+use aquifer_bench::support::child::{ProgramOutcome, Watched};
+use aquifer_bench::support::cluster;
+use aquifer_bench::support::progress;
+use aquifer_bench::support::random::Access;
+use aquifer_bench::support::report::Report;
+use aquifer_swap::setup::cleanup_stale;
 use indicatif::ProgressBar;
 
-use super::support::bytes::{MIB, float, show_bytes};
-use super::support::child::{ProgramOutcome, Watched};
-use super::support::cluster;
-use super::support::progress;
-use super::support::report::Report;
 use super::{BenchArgs, BenchError};
-use aquifer_swap::setup::cleanup_stale;
 use kmeans::KMeans;
 use postgres::Postgres;
-use random::Access;
 use redis::Redis;
 pub(super) use ways::find_program;
 use ways::{Fit, Stage, Way};

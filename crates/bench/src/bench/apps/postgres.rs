@@ -8,13 +8,13 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::child::{self, ProgramOutcome, Streams, Watched};
+use aquifer_bench::support::server;
 use rustix::process::Signal;
 
 use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Size, float};
-use crate::bench::BenchError;
-use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
-use crate::bench::support::server;
 
 const PROGRAM: &str = "postgres";
 /// Folder of Debian's PostgreSQL versions.

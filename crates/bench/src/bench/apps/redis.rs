@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::child::{ProgramOutcome, Streams, Watched};
+use aquifer_bench::support::random::{Access, Draw, Random};
+use aquifer_bench::support::{interrupt, server};
 use rustix::process::Signal;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use super::random::{Access, Draw, Random};
 use super::resp::{Answer, Client};
 use super::{App, Played, Size, find_program};
-use crate::bench::BenchError;
-use crate::bench::support::child::{ProgramOutcome, Streams, Watched};
-use crate::bench::support::{interrupt, server};
 
 const PROGRAM: &str = "redis-server";
 /// Length of a value. With its overhead, redis allocates 1 KiB.
@@ -190,7 +190,7 @@ fn value(key: usize, version: u32) -> Vec<u8> {
     let words = VALUE_BYTES / 8;
     let head = [key as u64, u64::from(version)];
     let mut random = Random(head[0] << 32 | head[1]);
-    let noise = std::iter::repeat_with(|| random.next()).take(words / 2);
+    let noise = std::iter::repeat_with(|| random.word()).take(words / 2);
     let words = head.into_iter().chain(noise).chain(std::iter::repeat(head[0])).take(words);
     words.flat_map(u64::to_le_bytes).collect()
 }

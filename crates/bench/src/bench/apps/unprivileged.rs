@@ -7,11 +7,10 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::cluster::aquifer_program;
+use aquifer_bench::support::folder;
 use tempfile::TempDir;
-
-use crate::bench::BenchError;
-use crate::bench::support::cluster::aquifer_program;
-use crate::bench::support::folder;
 
 /// User id of Debian's unprivileged user.
 const UID: u32 = 65_534;

@@ -4,18 +4,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use aquifer::Fabric;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::{MIB, float, show_bytes};
+use aquifer_bench::support::child::{ProgramOutcome, Watched};
+use aquifer_bench::support::cluster::{Cluster, read_statistics};
+use aquifer_bench::support::folder;
+use aquifer_swap::setup::{SetupError, SetupUsage};
 use tempfile::TempDir;
 
 use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Sample};
-use crate::bench::BenchError;
-use crate::bench::support::bytes::{MIB, float, show_bytes};
-use crate::bench::support::child::{ProgramOutcome, Watched};
-use crate::bench::support::cluster::{Cluster, read_statistics};
-use crate::bench::support::folder;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
-use aquifer::Fabric;
-use aquifer_swap::setup::{SetupError, SetupUsage};
 
 /// Least part of a limit that a zram's store must leave to the program, as a divisor.
 const LEFT_PART: u64 = 4;

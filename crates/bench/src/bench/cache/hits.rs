@@ -1,15 +1,16 @@
 //! Hit ratios at equal memory: gets by Zipf's law, and a set of each missed key.
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::connection::{Counts, Operation};
 use super::items::{Items, Lengths, Lifetime};
 use super::load::{Load, Pace};
 use super::servers::{AQUIFER, MEMCACHED, Program, Programs, Settings};
 use super::zipf::Zipf;
-use crate::bench::BenchError;
-use crate::bench::apps::random::Random;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const CONNECTIONS: u32 = 16;
 const DEPTH: usize = 10;

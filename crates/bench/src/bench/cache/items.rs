@@ -1,6 +1,6 @@
 //! Items: their keys and values, and which values a server may still return.
 
-use crate::bench::apps::random::Random;
+use aquifer_bench::support::random::Random;
 
 /// Length of each key.
 pub const KEY_BYTES: usize = 20;
@@ -64,7 +64,7 @@ impl Items {
     /// This many keys, none of which was set.
     pub fn new(keys: u32, lengths: Lengths, lifetime: Lifetime) -> Self {
         let mut random = Random(11);
-        let words = std::iter::repeat_with(|| random.next()).take(PATTERN_BYTES / 8);
+        let words = std::iter::repeat_with(|| random.word()).take(PATTERN_BYTES / 8);
         let pattern = words.flat_map(u64::to_le_bytes).collect();
         Self { lengths, lifetime, pattern, states: vec![UNSET; keys as usize] }
     }
@@ -167,7 +167,7 @@ impl Items {
         match self.lifetime {
             Lifetime::Unlimited => 0,
             Lifetime::Seconds { min, max } => {
-                let part = Random(u64::from(key) ^ 0x11FE).next() % u64::from(max - min + 1);
+                let part = Random(u64::from(key) ^ 0x11FE).word() % u64::from(max - min + 1);
                 min + u32::try_from(part).expect("below a u32")
             }
         }
@@ -184,7 +184,7 @@ impl Items {
 pub fn key_text(key: u32) -> [u8; KEY_BYTES] {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let mut text = *b"key:0000000000000000";
-    let number = Random(u64::from(key)).next().to_be_bytes();
+    let number = Random(u64::from(key)).word().to_be_bytes();
     for (digits, byte) in text[KEY_BYTES - 16..].chunks_exact_mut(2).zip(number) {
         digits[0] = DIGITS[usize::from(byte >> 4)];
         digits[1] = DIGITS[usize::from(byte & 15)];

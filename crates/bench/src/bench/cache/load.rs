@@ -3,6 +3,9 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::interrupt;
 use hdrhistogram::Histogram;
 use rustix::buffer::spare_capacity;
 use rustix::event::{Timespec, epoll};
@@ -11,9 +14,6 @@ use rustix::io::Errno;
 use super::connection::{Connection, Counts, Operation};
 use super::items::Items;
 use super::servers::Server;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::interrupt;
 
 /// Time within which a server must reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,12 +1,13 @@
 //! Memory that an item needs beside its key and its value.
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::items::{Items, KEY_BYTES, Lengths, Lifetime};
 use super::load::Load;
 use super::servers::{AQUIFER, Programs, Settings};
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const CONNECTIONS: u32 = 4;
 const MEMORY_MIB: u32 = 1024;

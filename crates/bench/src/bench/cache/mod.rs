@@ -19,8 +19,9 @@ mod zipf;
 
 use std::time::Duration;
 
-use super::support::progress;
-use super::support::report::Report;
+use aquifer_bench::support::progress;
+use aquifer_bench::support::report::Report;
+
 use super::{BenchArgs, BenchError};
 use processors::{Place, Processors};
 use servers::{MEMCACHED, Programs};

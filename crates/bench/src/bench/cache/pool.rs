@@ -8,6 +8,11 @@ use std::time::Duration;
 
 use aquifer::Fabric;
 use aquifer::state::StateDir;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::cluster::Cluster;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use hdrhistogram::Histogram;
 
 use super::connection::{Counts, Operation};
@@ -17,11 +22,6 @@ use super::load::{Answered, Load, Pace};
 use super::processors::Place;
 use super::servers::{AQUIFER, MEMCACHED, Program, Programs, Server, Settings};
 use super::zipf::Zipf;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::cluster::Cluster;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const CONNECTIONS: u32 = 16;
 const SKEW: f64 = 0.99;

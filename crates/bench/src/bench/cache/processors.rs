@@ -1,8 +1,7 @@
 //! The processors that the load and the servers run on.
 
+use aquifer_bench::BenchError;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-
-use crate::bench::BenchError;
 
 /// The processors of a bench: the first one is for the load.
 #[derive(Clone, Copy, Debug)]

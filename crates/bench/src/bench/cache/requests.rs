@@ -3,15 +3,16 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::connection::Operation;
 use super::items::{Items, Lengths, Lifetime};
 use super::load::{Load, Pace};
 use super::servers::{AQUIFER, MEMCACHED, Program, Programs, Server, Settings};
-use crate::bench::BenchError;
-use crate::bench::apps::random::Random;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const CONNECTIONS: u32 = 16;
 /// Option `-m`: no item is evicted.
@@ -104,7 +105,7 @@ impl Loaded {
     ) -> Result<(), BenchError> {
         let Self { server, load, random } = self;
         let keys = u64::from(load.keys());
-        let key = || u32::try_from(random.next() % keys).expect("below a u32");
+        let key = || u32::try_from(random.word() % keys).expect("below a u32");
         let mut operations = std::iter::repeat_with(key).map(|key| kind.of(key));
         load.play(pace, Some(volume.warm_up), &mut operations)?;
         let before_ns = server.cpu_ns();

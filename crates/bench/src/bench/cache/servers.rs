@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::cluster::aquifer_program;
+use aquifer_bench::support::{folder, interrupt, procs};
 use aquifer_fabric::tcp;
 use tempfile::TempDir;
 
 use super::processors::{Place, Processors};
-use crate::bench::BenchError;
 use crate::bench::apps::find_program;
-use crate::bench::support::cluster::aquifer_program;
-use crate::bench::support::{folder, interrupt, procs};
 
 pub const AQUIFER: &str = "Aquifer";
 pub const MEMCACHED: &str = "memcached";

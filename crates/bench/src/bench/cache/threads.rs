@@ -2,13 +2,14 @@
 //!
 //! Servers and load share all processors, so that two threads can run at the same time.
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::load::Pace;
 use super::processors::Place;
 use super::requests::{Kind, Loaded, MEMORY_MIB, Measured, Volume};
 use super::servers::{AQUIFER, Programs, Settings};
-use crate::bench::BenchError;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 /// The depths of batches.
 pub const DEPTHS: [usize; 2] = [1, 10];

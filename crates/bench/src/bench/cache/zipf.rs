@@ -1,7 +1,7 @@
 //! Numbers by Zipf's law.
 
-use crate::bench::apps::random::Random;
-use crate::bench::support::bytes::float;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::random::Random;
 
 /// Draws ranks from 0 on: the probability of rank r is proportional to (r + 1)^-`skew`.
 ///
@@ -33,7 +33,7 @@ impl Zipf {
     /// Draws a rank.
     pub fn rank(&mut self) -> u32 {
         loop {
-            let share = float(self.random.next() >> 12) / float(1 << 52);
+            let share = float(self.random.word() >> 12) / float(1 << 52);
             let height = self.last + share * (self.first - self.last);
             let real = self.inverse(height);
             let rank = nearest(real).clamp(1, self.ranks);

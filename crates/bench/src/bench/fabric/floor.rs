@@ -1,11 +1,12 @@
 //! One READ of a page from another process: the lower bound of a fault that reads a page over the
 //! fabric.
 
+use aquifer::Fabric;
+use aquifer_bench::BenchError;
+
 use super::link::Link;
 use super::measure::{self, Kind, Place, Volume};
 use super::wire;
-use crate::bench::BenchError;
-use aquifer::Fabric;
 
 /// A serving process, which ends when this is dropped.
 #[derive(Debug)]

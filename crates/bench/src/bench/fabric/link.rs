@@ -5,13 +5,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::serving::ServingProcess;
 use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Work, shm,
 };
 
 use super::server;
-use crate::bench::BenchError;
-use crate::bench::support::serving::ServingProcess;
 
 /// Room for the largest batch.
 const LOCAL_BYTES: usize = 1 << 20;

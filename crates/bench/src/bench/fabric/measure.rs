@@ -5,15 +5,15 @@ use std::hint::black_box;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::procs;
+use aquifer_bench::support::spread::Spread;
 use aquifer_fabric::{Verb, Work};
 
 use super::link::Link;
 use super::server::REGION_BYTES;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::interrupt;
-use crate::bench::support::procs;
-use crate::bench::support::spread::Spread;
 
 /// Amount of work.
 #[derive(Clone, Copy, Debug)]

@@ -9,10 +9,11 @@ mod wire;
 
 use std::collections::BTreeMap;
 
-use super::support::bytes::{float, show_bytes};
-use super::support::procs;
-use super::support::report::{Column, Report, Row, Table, Target};
-use super::support::spread::{Spread, short};
+use aquifer_bench::support::bytes::{float, show_bytes};
+use aquifer_bench::support::procs;
+use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
+use aquifer_bench::support::spread::{Spread, short};
+
 use super::{BenchArgs, BenchError};
 use link::Link;
 use measure::{Kind, Pair, Place, Volume};

@@ -4,13 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::serving;
 use aquifer_fabric::shm::{ShmOptions, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Memory, Scope, Target};
 
 use super::wire;
-use crate::bench::BenchError;
-use crate::bench::support::serving;
 
 /// Bytes of the lent memory: many times the size of processor caches.
 pub const REGION_BYTES: usize = 256 << 20;

@@ -7,6 +7,11 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::report::{Row, Target};
+use aquifer_bench::support::spread::Spread;
+use aquifer_bench::support::{interrupt, procs};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::wire::{ANSWER_BYTES, REQUEST_BYTES};
 use aquifer_fabric::tcp::{self, ConnectOptions};
@@ -17,11 +22,6 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use super::link::Link;
 use super::measure::Volume;
 use super::server::REGION_BYTES;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Row, Target};
-use crate::bench::support::spread::Spread;
-use crate::bench::support::{interrupt, procs};
 
 /// Cluster key of the bench's two processes; it need not be secret.
 pub const KEY: ClusterKey = ClusterKey([11; 32]);

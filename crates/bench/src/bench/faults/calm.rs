@@ -2,10 +2,11 @@
 
 use std::process::Command;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::{MIB, float};
+use aquifer_bench::support::child::Watched;
+
 use super::ways::Bench;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::{MIB, float};
-use crate::bench::support::child::Watched;
 
 /// The programs' limit: many times what they use.
 const LIMIT_BYTES: u64 = 512 * MIB;

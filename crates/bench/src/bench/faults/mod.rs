@@ -8,16 +8,17 @@ mod ways;
 
 use std::collections::BTreeMap;
 
-use super::fabric::ReadFloor;
-use super::support::bytes::{MIB, show_bytes};
-use super::support::cluster::{self, Cluster};
-use super::support::folder;
-use super::support::programs;
-use super::support::progress;
-use super::support::report::Report;
-use super::{BenchArgs, BenchError};
 use aquifer::Fabric;
+use aquifer_bench::support::bytes::{MIB, show_bytes};
+use aquifer_bench::support::cluster::{self, Cluster};
+use aquifer_bench::support::folder;
+use aquifer_bench::support::programs;
+use aquifer_bench::support::progress;
+use aquifer_bench::support::report::Report;
 use aquifer_swap::setup::cleanup_stale;
+
+use super::fabric::ReadFloor;
+use super::{BenchArgs, BenchError};
 use ways::{Bench, Way};
 
 /// Targets, for `aquifer bench list`.

@@ -2,16 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use crate::bench::support::bytes::{MIB, float, show_bytes};
-use crate::bench::support::cluster::{self, Cluster};
-use crate::bench::support::folder;
-use crate::bench::support::processbench::{self, Figures, Load};
-use crate::bench::support::programs;
-use crate::bench::support::progress;
-use crate::bench::support::report::{Column, Report, Row, Table, Target};
-use crate::bench::support::spread::Spread;
-use crate::bench::{BenchArgs, BenchError};
 use aquifer::Fabric;
+use aquifer_bench::support::bytes::{MIB, float, show_bytes};
+use aquifer_bench::support::cluster::{self, Cluster};
+use aquifer_bench::support::folder;
+use aquifer_bench::support::processbench::{self, Figures, Load};
+use aquifer_bench::support::programs;
+use aquifer_bench::support::progress;
+use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
+use crate::bench::{BenchArgs, BenchError};
 
 /// Numbers of processes; the first is what the others are compared with.
 const PROCESSES: [u64; 4] = [1, 8, 32, 80];

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
+use aquifer::Fabric;
+use aquifer_bench::support::bytes::{MIB, float};
+use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::calm::Calm;
 use super::ways::Way;
 use super::{Case, Reads, Sample, Samples, Size};
-use crate::bench::support::bytes::{MIB, float};
-use crate::bench::support::report::{Column, Report, Row, Table, Target};
-use crate::bench::support::spread::Spread;
-use aquifer::Fabric;
 
 const PAGE_BYTES: u64 = 4096;
 

@@ -5,16 +5,16 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::child::{self, ProgramOutcome, Streams, Watched};
+use aquifer_bench::support::cluster::{Cluster, read_statistics};
+use aquifer_bench::support::programs::{Figures, Programs};
+use aquifer_swap::setup::SetupError;
 use tempfile::TempDir;
 
 use super::{Case, Sample, Size};
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
-use crate::bench::support::cluster::{Cluster, read_statistics};
-use crate::bench::support::programs::{Figures, Programs};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
-use aquifer_swap::setup::SetupError;
 
 /// Memory for the measurement of lower bounds, which do not depend on it.
 const FLOOR_BYTES: u64 = 24 << 20;

@@ -4,20 +4,18 @@
 
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Row, Table};
+use aquifer_bench::support::spread::Spread;
 use aquifer_objects::bytes::HeapBytes;
 use aquifer_objects::class::{Class, ClassId, Classes};
 use aquifer_objects::header::{HEADER_BYTES, ObjectNumber};
 use aquifer_objects::heap::{Allocated, Heap, HeapSettings};
-use aquifer_objects::id::IdMode;
 use aquifer_objects::layout::slot_word;
 use aquifer_objects::ledger::Ledger;
-
-use crate::bench::BenchError;
-use crate::bench::apps::random::Random;
-use crate::bench::support::bytes::float;
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Table};
-use crate::bench::support::spread::Spread;
 
 const ROUNDS: usize = 3;
 const FRAMES: u32 = 256 << 8;
@@ -69,13 +67,8 @@ impl Items {
         let layout = bytes.layout();
         let slot_bytes = |size: u32| (size + HEADER_BYTES).next_multiple_of(8);
         let classes = Classes::of(SIZES.map(|size| Class { slot_bytes: slot_bytes(size), order }).to_vec());
-        let settings = HeapSettings {
-            classes: classes.clone(),
-            mode: IdMode::Numbers,
-            may_split: false,
-            workers: 1,
-            frames_max: FRAMES,
-        };
+        let settings =
+            HeapSettings { classes: classes.clone(), may_split: false, workers: 1, frames_max: FRAMES };
         let (heap, ledger) = (Heap::new(settings), Ledger::create(bytes, layout));
         Ok(Self { heap, ledger, classes, items: Vec::new(), next: 1, random: Random(seed) })
     }

@@ -12,11 +12,12 @@ mod ycsb;
 
 use std::time::Instant;
 
-use super::apps::random::Random;
-use super::support::bytes::float;
-use super::support::report::{Column, Report, Row, Table, Target};
-use super::support::spread::Spread;
-use super::support::{interrupt, progress};
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+use aquifer_bench::support::{interrupt, progress};
+
 use super::{BenchArgs, BenchError};
 use servers::Servers;
 use ways::{Way, value};

@@ -6,6 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::cluster::{Cluster, aquifer_program};
+use aquifer_bench::support::{folder, interrupt, procs};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_kv::KvStore;
 use aquifer_objects::access::request_access;
@@ -15,11 +18,8 @@ use tempfile::TempDir;
 use super::cached::Memcached;
 use super::tls::Certificate;
 use super::ways::{self, MemcachedStore, OurStore, RedisStore, Way};
-use crate::bench::BenchError;
 use crate::bench::apps::find_program;
 use crate::bench::apps::resp::Client;
-use crate::bench::support::cluster::{Cluster, aquifer_program};
-use crate::bench::support::{folder, interrupt, procs};
 
 const HEAP_BYTES: u64 = 1 << 30;
 /// The node whose service does not encrypt.

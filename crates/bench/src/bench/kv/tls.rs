@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+use aquifer_bench::BenchError;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, IpAddr, Ipv4Addr, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
-
-use crate::bench::BenchError;
 
 /// An encrypted connection.
 pub type TlsStream = StreamOwned<ClientConnection, TcpStream>;

@@ -2,14 +2,14 @@
 
 use std::io::{Read, Write};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::procs;
+use aquifer_bench::support::random::Random;
 use aquifer_kv::KvStore;
 use aquifer_objects::client::HeapClient;
 
 use super::cached::Memcached;
-use crate::bench::BenchError;
-use crate::bench::apps::random::Random;
 use crate::bench::apps::resp::{Answer, Client};
-use crate::bench::support::procs;
 
 pub const SHARED: &str = "Aquifer, shared memory";
 pub const TCP: &str = "Aquifer, TCP";
@@ -48,7 +48,7 @@ pub trait Way {
 /// The value of a key.
 pub fn value(key: usize, version: u64, size: usize) -> Vec<u8> {
     let mut random = Random((key as u64) << 20 | version);
-    let words = std::iter::repeat_with(|| random.next()).take(size.div_ceil(8));
+    let words = std::iter::repeat_with(|| random.word()).take(size.div_ceil(8));
     let mut bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
     bytes.truncate(size);
     bytes

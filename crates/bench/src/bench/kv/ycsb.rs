@@ -3,14 +3,15 @@
 
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::random::{Access, Draw, Random};
+use aquifer_bench::support::report::{Column, Row, Table};
+use aquifer_bench::support::spread::Spread;
+
 use super::servers::Servers;
 use super::ways::{self, Way, value};
-use crate::bench::BenchError;
-use crate::bench::apps::random::{Access, Draw, Random};
-use crate::bench::support::bytes::float;
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Table};
-use crate::bench::support::spread::Spread;
 
 const ROUNDS: usize = 3;
 const VALUE_BYTES: usize = 1000;

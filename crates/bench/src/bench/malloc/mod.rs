@@ -6,11 +6,12 @@ mod ways;
 
 use std::collections::BTreeMap;
 
-use super::support::bytes::{MIB, show_bytes};
-use super::support::report::Report;
-use super::support::{cluster, progress};
-use super::{BenchArgs, BenchError};
+use aquifer_bench::support::bytes::{MIB, show_bytes};
+use aquifer_bench::support::report::Report;
+use aquifer_bench::support::{cluster, progress};
 use aquifer_swap::setup::cleanup_stale;
+
+use super::{BenchArgs, BenchError};
 use ways::{Job, Stage, Way};
 
 /// Targets, for `aquifer bench list`.

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::ways::Way;
 use super::{Benchmark, Sample, Samples};
-use crate::bench::support::report::{Column, Report, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 /// Percentage at which the targets compare with the peer.
 const JUDGED_PERCENT: u64 = 25;

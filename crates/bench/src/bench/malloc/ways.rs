@@ -3,20 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use aquifer::Fabric;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::{MIB, float};
+use aquifer_bench::support::child::{self, ProgramOutcome, Streams, Watched};
+use aquifer_bench::support::cluster::{Cluster, aquifer_program};
+use aquifer_bench::support::folder;
+use aquifer_bench::support::programs;
 use aquifer_ipc::LOCAL_VARIABLE;
+use aquifer_swap::setup::SetupError;
 use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::Sample;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::{MIB, float};
-use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
-use crate::bench::support::cluster::{Cluster, aquifer_program};
-use crate::bench::support::folder;
-use crate::bench::support::programs;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
-use aquifer::Fabric;
-use aquifer_swap::setup::SetupError;
 
 const LIBRARY: &str = "libaquifer_malloc.so";
 /// Attempts of a run on kernel swap: at times the kernel kills a program that it does not kill the

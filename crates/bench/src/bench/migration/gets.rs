@@ -2,6 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Row, Series, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use aquifer_client::segments::Process;
 use aquifer_containers::{Map, Owned};
 use foldhash::quality::FixedState;
@@ -12,12 +18,6 @@ use serde::{Deserialize, Serialize};
 use super::hosts::Hosts;
 use super::pages::read_mib_s;
 use super::player::{self, Mode, PATIENCE, Play, now_ns, segment_error};
-use crate::bench::BenchError;
-use crate::bench::packing::Random;
-use crate::bench::support::bytes::float;
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Series, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const MAP: u64 = 60;
 const VALUE_BYTES: usize = 128;
@@ -270,7 +270,7 @@ fn compare(map: &TheMap, heap: &HashMap<u64, Value, FixedState>, entries: u64) -
     let time = |get: &dyn Fn(u64) -> u8| {
         let mut random = Random::new(7);
         let began = Instant::now();
-        let sum: u64 = (0..GETS).map(|_| u64::from(get(random.below(entries)))).sum();
+        let sum: u64 = (0..GETS).map(|_| u64::from(get(random.word_below(entries)))).sum();
         std::hint::black_box(sum);
         began.elapsed().as_secs_f64()
     };
@@ -296,7 +296,7 @@ impl Gets {
         let slice_ns = u64::try_from(SLICE.as_nanos()).unwrap_or(u64::MAX);
         let mut began = gets.last_ns;
         while gets.last_ns < end {
-            let key = random.below(entries);
+            let key = random.word_below(entries);
             let found = map.get(&key);
             if found.is_none_or(|value| value[..8] != key.to_le_bytes()) {
                 return Err(segment_error(format!("key {key} has another value")));

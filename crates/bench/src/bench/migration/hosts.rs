@@ -4,14 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
-
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::cluster::{Cluster, aquifer_program};
-use crate::bench::support::procs::cpu_us;
-use crate::bench::support::{folder, interrupt};
 use aquifer::Fabric;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::cluster::{Cluster, aquifer_program};
+use aquifer_bench::support::procs::cpu_us;
+use aquifer_bench::support::{folder, interrupt};
+use tempfile::TempDir;
 
 /// Longest wait for an agent.
 const PATIENCE: Duration = Duration::from_secs(20);

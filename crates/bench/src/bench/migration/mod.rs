@@ -11,8 +11,9 @@ mod source;
 mod sync;
 mod transfers;
 
-use super::support::report::Report;
-use super::support::{interrupt, progress};
+use aquifer_bench::support::report::Report;
+use aquifer_bench::support::{interrupt, progress};
+
 use super::{BenchArgs, BenchError};
 pub use player::serve_at;
 

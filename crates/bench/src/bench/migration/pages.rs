@@ -4,6 +4,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
 use aquifer_fabric::{
     Access, ClusterKey, Host, Identity, LocalSlice, Memory, RemoteAddr, Scope, Target, Tenant, Verb, Work,
@@ -11,8 +13,6 @@ use aquifer_fabric::{
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::player::segment_error;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
 
 const PAGE_BYTES: u32 = 4096;
 /// READs that are made at once, as many as the agent makes.

@@ -4,15 +4,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::cluster::own_program;
+use aquifer_bench::support::folder;
 use aquifer_client::segments::{Process, Pulling};
 use rustix::time::{ClockId, clock_gettime};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{gets, source, transfers};
-use crate::bench::BenchError;
-use crate::bench::support::cluster::own_program;
-use crate::bench::support::folder;
 
 /// Longest wait for the other process.
 pub const PATIENCE: Duration = Duration::from_secs(60);

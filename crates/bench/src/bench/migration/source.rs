@@ -4,17 +4,17 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use aquifer_client::segments::{Process, Pulling};
 use serde::{Deserialize, Serialize};
 
 use super::hosts::Hosts;
 use super::player::{self, PATIENCE, Play, now_ns, segment_error};
-use crate::bench::BenchError;
-use crate::bench::packing::Random;
-use crate::bench::support::bytes::float;
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const SEGMENT: u64 = 70;
 /// The rate of the second row.
@@ -121,7 +121,7 @@ impl Work {
             let mut count = 0;
             while began.elapsed() < SLICE {
                 for _ in 0..STEPS {
-                    let at = usize::try_from(random.below(WORDS)).unwrap_or(0);
+                    let at = usize::try_from(random.word_below(WORDS)).unwrap_or(0);
                     words[at] = words[at].wrapping_mul(3);
                 }
                 count += 1;

@@ -6,16 +6,16 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Row, Table};
+use aquifer_bench::support::spread::Spread;
+use aquifer_bench::support::{folder, interrupt};
 use aquifer_client::segments::{Process, Segment};
 
 use super::hosts::SyncHost;
 use super::player::segment_error;
-use crate::bench::BenchError;
-use crate::bench::packing::Random;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Table};
-use crate::bench::support::spread::Spread;
-use crate::bench::support::{folder, interrupt};
 
 const MIB: u64 = 1 << 20;
 const PAGE_WORDS: usize = 512;
@@ -110,7 +110,7 @@ impl Measured<'_> {
         let pages: Vec<usize> = match changed {
             Changed::All => (0..all).collect(),
             Changed::Pages(count) => {
-                let mut random = || usize::try_from(self.random.below(all as u64)).unwrap_or(0);
+                let mut random = || usize::try_from(self.random.word_below(all as u64)).unwrap_or(0);
                 (0..count).map(|_| random()).collect()
             }
         };

@@ -6,16 +6,16 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::{float, show_bytes};
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use aquifer_client::segments::{Process, Pulling, Segment};
 use serde::{Deserialize, Serialize};
 
 use super::hosts::Hosts;
 use super::player::{self, PATIENCE, Play, now_ns, segment_error};
-use crate::bench::BenchError;
-use crate::bench::support::bytes::{float, show_bytes};
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const SIZES: [u64; 4] = [1 << 20, 64 << 20, 1 << 30, 4 << 30];
 const SEGMENT: u64 = 50;

@@ -5,18 +5,18 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::cluster::{Cluster, aquifer_program};
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::random::Random;
+use aquifer_bench::support::report::{Column, Row, Series, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use aquifer_objects::client::HeapClient;
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::service::report::HeapReport;
 
-use super::live::{check, connect, fill, heap_error, split};
-use crate::bench::BenchError;
-use crate::bench::apps::random::Random;
-use crate::bench::support::bytes::float;
-use crate::bench::support::cluster::{Cluster, aquifer_program};
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Series, Table, Target};
-use crate::bench::support::spread::Spread;
+use super::live::{check, connect, fill, split};
 
 const SIZE: usize = 256;
 const HEAP_BYTES: u64 = 512 << 20;
@@ -125,7 +125,7 @@ fn measure(objects: usize, scans: bool) -> Result<([f64; 6], Progress), BenchErr
     let (during, merges) = std::thread::scope(|scope| {
         let others = scope.spawn(|| {
             let mut free_and_compact = || {
-                freed.iter().try_for_each(|pointer| client.free(*pointer).map_err(heap_error))?;
+                freed.iter().try_for_each(|pointer| client.free(*pointer).map_err(BenchError::heap))?;
                 compact(cluster.state())?;
                 merges(cluster.state())
             };
@@ -154,7 +154,7 @@ fn merges(state: &Path) -> Result<u64, BenchError> {
     let mut command = Command::new(aquifer_program()?);
     command.arg("--state").arg(state).args(["heap", "list", "--json"]);
     let output = command.output().map_err(BenchError::io("start", Path::new("aquifer")))?;
-    let reports: Vec<HeapReport> = serde_json::from_slice(&output.stdout).map_err(heap_error)?;
+    let reports: Vec<HeapReport> = serde_json::from_slice(&output.stdout).map_err(BenchError::heap)?;
     Ok(reports.iter().map(|report| report.merges).sum())
 }
 
@@ -166,7 +166,7 @@ fn compact(state: &Path) -> Result<(), BenchError> {
     let output = command.output().map_err(BenchError::io("start", Path::new("aquifer")))?;
     match output.status.success() {
         true => Ok(()),
-        false => Err(heap_error(String::from_utf8_lossy(&output.stderr))),
+        false => Err(BenchError::heap(String::from_utf8_lossy(&output.stderr))),
     }
 }
 
@@ -183,7 +183,7 @@ fn read(
     let mut last = began;
     loop {
         let (object, pointer) = &mut objects[random.below(objects.len())];
-        client.get(pointer, &mut out).map_err(heap_error)?;
+        client.get(pointer, &mut out).map_err(BenchError::heap)?;
         check(*object, &out)?;
         let now = Instant::now();
         progress.longest = progress.longest.max(now - last);

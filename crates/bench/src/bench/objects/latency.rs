@@ -3,15 +3,15 @@
 use std::path::Path;
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::cluster::Cluster;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::report::{Column, Row, Table};
+use aquifer_bench::support::spread::Spread;
 use aquifer_objects::client::HeapClient;
 use aquifer_objects::pointer::Pointer;
 
-use super::live::{connect, heap_error};
-use crate::bench::BenchError;
-use crate::bench::support::cluster::Cluster;
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Table};
-use crate::bench::support::spread::Spread;
+use super::live::connect;
 
 const SIZES: [u32; 5] = [8, 64, 256, 2000, 16_000];
 const HEAP_BYTES: u64 = 256 << 20;
@@ -53,7 +53,7 @@ fn row(agent: &Path, is_remote: bool, size: u32, objects: usize) -> Result<Row, 
         interrupt::check()?;
         let mut pointers: Vec<Pointer> = Vec::with_capacity(objects);
         let allocate = median(objects, |_| {
-            pointers.push(client.allocate(size).map_err(heap_error)?);
+            pointers.push(client.allocate(size).map_err(BenchError::heap)?);
             Ok(())
         })?;
         let mut on = |call: &mut dyn FnMut(&mut HeapClient, &mut Pointer) -> Result<(), BenchError>| {
@@ -61,12 +61,14 @@ fn row(agent: &Path, is_remote: bool, size: u32, objects: usize) -> Result<Row, 
         };
         let times = [
             allocate,
-            on(&mut |client, pointer| client.write(pointer, &bytes).map(drop).map_err(heap_error))?,
-            on(&mut |client, pointer| client.read(pointer, &mut out).map(drop).map_err(heap_error))?,
-            on(&mut |client, pointer| client.direct_read(*pointer, &mut out).map(drop).map_err(heap_error))?,
-            on(&mut |client, pointer| client.correct(pointer).map(drop).map_err(heap_error))?,
-            on(&mut |client, pointer| client.release(pointer).map_err(heap_error))?,
-            on(&mut |client, pointer| client.free(*pointer).map_err(heap_error))?,
+            on(&mut |client, pointer| client.write(pointer, &bytes).map(drop).map_err(BenchError::heap))?,
+            on(&mut |client, pointer| client.read(pointer, &mut out).map(drop).map_err(BenchError::heap))?,
+            on(&mut |client, pointer| {
+                client.direct_read(*pointer, &mut out).map(drop).map_err(BenchError::heap)
+            })?,
+            on(&mut |client, pointer| client.correct(pointer).map(drop).map_err(BenchError::heap))?,
+            on(&mut |client, pointer| client.release(pointer).map_err(BenchError::heap))?,
+            on(&mut |client, pointer| client.free(*pointer).map_err(BenchError::heap))?,
         ];
         medians.iter_mut().zip(times).for_each(|(medians, time)| medians.push(time));
     }

@@ -2,11 +2,10 @@
 
 use std::path::Path;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::random::Random;
 use aquifer_objects::client::HeapClient;
 use aquifer_objects::pointer::Pointer;
-
-use crate::bench::BenchError;
-use crate::bench::apps::random::Random;
 
 /// A client over TCP, or one that shares memory with the service.
 pub fn connect(agent: &Path, is_remote: bool) -> Result<HeapClient, BenchError> {
@@ -15,11 +14,7 @@ pub fn connect(agent: &Path, is_remote: bool) -> Result<HeapClient, BenchError> 
     } else {
         HeapClient::connect_at(agent.to_owned(), None)
     };
-    connected.map_err(heap_error)
-}
-
-pub fn heap_error(error: impl std::fmt::Display) -> BenchError {
-    BenchError::Heap { reason: error.to_string() }
+    connected.map_err(BenchError::heap)
 }
 
 /// The bytes of an object: its number in each word.
@@ -41,7 +36,7 @@ pub fn check(object: usize, found: &[u8]) -> Result<(), BenchError> {
 
 /// Allocates objects.
 pub fn fill(client: &mut HeapClient, count: usize, size: usize) -> Result<Vec<Pointer>, BenchError> {
-    (0..count).map(|object| client.create(&bytes_of(object, size)).map_err(heap_error)).collect()
+    (0..count).map(|object| client.create(&bytes_of(object, size)).map_err(BenchError::heap)).collect()
 }
 
 /// The objects that are to stay, with their numbers, and those that are to be freed: `percent` of

@@ -5,17 +5,17 @@ use std::path::Path;
 use std::sync::Barrier;
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::cluster::Cluster;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::random::{Access, Draw, Random};
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use aquifer_objects::client::ReadCounts;
 use aquifer_objects::pointer::Pointer;
 
-use super::live::{bytes_of, check, connect, fill, heap_error};
-use crate::bench::BenchError;
-use crate::bench::apps::random::{Access, Draw, Random};
-use crate::bench::support::bytes::float;
-use crate::bench::support::cluster::Cluster;
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
+use super::live::{bytes_of, check, connect, fill};
 
 const SIZE: usize = 32;
 const HEAP_BYTES: u64 = 256 << 20;
@@ -123,9 +123,9 @@ impl Load {
             let object = draw.key();
             let pointer = &mut pointers[object].clone();
             if random.below(100) < self.writes {
-                client.write(pointer, &bytes_of(object, SIZE)).map_err(heap_error)?;
+                client.write(pointer, &bytes_of(object, SIZE)).map_err(BenchError::heap)?;
             } else {
-                client.get(pointer, &mut out).map_err(heap_error)?;
+                client.get(pointer, &mut out).map_err(BenchError::heap)?;
                 check(object, &out)?;
             }
         }

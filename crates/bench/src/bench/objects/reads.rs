@@ -10,20 +10,20 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::cluster::Cluster;
+use aquifer_bench::support::interrupt;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
 use aquifer_fabric::{Completion, Endpoint, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Verb, Work};
 use aquifer_objects::access::request_access;
 use aquifer_objects::class::{Class, Classes};
 use aquifer_objects::client::HeapClient;
 use aquifer_objects::pointer::{BlockAddress, Pointer};
 
-use super::live::{fill, heap_error};
+use super::live::fill;
 use super::worker::WorkerHeap;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::cluster::Cluster;
-use crate::bench::support::interrupt;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const SIZES: [u32; 6] = [8, 32, 128, 256, 1000, 4000];
 const HEAP_BYTES: u64 = 256 << 20;
@@ -95,13 +95,13 @@ struct Measured {
 
 impl Measured {
     fn of(agent: &Path, size: u32, volume: Volume) -> Result<Self, BenchError> {
-        let mut shared = HeapClient::connect_at(agent.to_owned(), None).map_err(heap_error)?;
-        let mut remote = HeapClient::connect_remotely(agent.to_owned(), None).map_err(heap_error)?;
+        let mut shared = HeapClient::connect_at(agent.to_owned(), None).map_err(BenchError::heap)?;
+        let mut remote = HeapClient::connect_remotely(agent.to_owned(), None).map_err(BenchError::heap)?;
         let mut pointers: Vec<Pointer> = Vec::with_capacity(volume.objects);
         let bytes = vec![7; size as usize];
         for _ in 0..volume.objects {
-            let mut pointer = shared.allocate(size).map_err(heap_error)?;
-            shared.write(&mut pointer, &bytes).map_err(heap_error)?;
+            let mut pointer = shared.allocate(size).map_err(BenchError::heap)?;
+            shared.write(&mut pointer, &bytes).map_err(BenchError::heap)?;
             pointers.push(pointer);
         }
         shuffle(&mut pointers);
@@ -118,7 +118,7 @@ impl Measured {
             measured.shared.push(time(times, 1e9, || {
                 for _ in 0..volume.repeats {
                     for pointer in &pointers {
-                        shared.get(&mut pointer.clone(), &mut out).map_err(heap_error)?;
+                        shared.get(&mut pointer.clone(), &mut out).map_err(BenchError::heap)?;
                         std::hint::black_box(&out);
                     }
                 }
@@ -146,7 +146,7 @@ impl Measured {
                 .worker
                 .push(time(handed.len(), 1e6, || read_all(&mut worker.client, &handed, &mut out))?);
         }
-        pointers.into_iter().try_for_each(|pointer| shared.free(pointer).map_err(heap_error))?;
+        pointers.into_iter().try_for_each(|pointer| shared.free(pointer).map_err(BenchError::heap))?;
         Ok(measured)
     }
 
@@ -194,11 +194,11 @@ impl Measured {
 fn read_all(client: &mut HeapClient, pointers: &[Pointer], out: &mut [u8]) -> Result<(), BenchError> {
     pointers
         .iter()
-        .try_for_each(|pointer| client.read(&mut pointer.clone(), out).map(drop).map_err(heap_error))
+        .try_for_each(|pointer| client.read(&mut pointer.clone(), out).map(drop).map_err(BenchError::heap))
 }
 
 fn get_all(client: &mut HeapClient, pointers: &[Pointer], out: &mut [u8]) -> Result<(), BenchError> {
-    pointers.iter().try_for_each(|pointer| client.get(&mut pointer.clone(), out).map_err(heap_error))
+    pointers.iter().try_for_each(|pointer| client.get(&mut pointer.clone(), out).map_err(BenchError::heap))
 }
 
 /// The time of one of `count` operations, in parts of a second.
@@ -219,7 +219,7 @@ impl Copies {
         let class = class_of(size);
         let slot = class.slot_bytes as usize;
         let memory = Memory::create("aquifer-bench-copies", (objects * slot).next_multiple_of(4096))
-            .map_err(heap_error)?;
+            .map_err(BenchError::heap)?;
         memory.write(0, &vec![1; objects * slot]);
         let mut places: Vec<usize> = (0..objects).map(|object| object * slot).collect();
         shuffle(&mut places);
@@ -264,10 +264,10 @@ struct RawReads {
 
 impl RawReads {
     fn connect(agent: &Path, size: u32) -> Result<Self, BenchError> {
-        let (access, _) = request_access(agent, None).map_err(heap_error)?;
-        let mut endpoint = access.connect().map_err(heap_error)?;
-        let memory = Arc::new(Memory::create("aquifer-bench-reads", 64 << 10).map_err(heap_error)?);
-        let local = endpoint.register_local(memory).map_err(heap_error)?;
+        let (access, _) = request_access(agent, None).map_err(BenchError::heap)?;
+        let mut endpoint = access.connect().map_err(BenchError::heap)?;
+        let memory = Arc::new(Memory::create("aquifer-bench-reads", 64 << 10).map_err(BenchError::heap)?);
+        let local = endpoint.register_local(memory).map_err(BenchError::heap)?;
         let regions = endpoint.regions().iter().filter(|region| region.key.0 != 0).cloned().collect();
         Ok(Self { endpoint, local, regions, class: class_of(size), size, completions: Vec::new() })
     }
@@ -278,12 +278,12 @@ impl RawReads {
         let addr = region.base + u64::from(block.number) * self.class.address_bytes() + offset + 8;
         let local = LocalSlice { key: self.local, offset: 0, len: self.size };
         let verb = Verb::Read { local, remote: RemoteAddr { addr, key: region.key } };
-        self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).map_err(heap_error)?;
+        self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).map_err(BenchError::heap)?;
         self.completions.clear();
         while self.endpoint.poll(&mut self.completions, 1) == 0 {
             self.endpoint.wait(Duration::from_secs(1));
         }
-        self.completions[0].outcome.map(drop).map_err(heap_error)
+        self.completions[0].outcome.map(drop).map_err(BenchError::heap)
     }
 }
 

@@ -5,15 +5,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender as Queue, channel};
 use std::time::Duration;
 
+use aquifer_bench::BenchError;
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
 use aquifer_fabric::{Admission, ClusterKey, Host, Limits, MessageHandler, Sender, Target, Tenant, Ticket};
 use aquifer_objects::access::AccessError;
 use aquifer_objects::client::{HeapClient, HeapRoute};
 use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
 use parking_lot::Mutex;
-
-use super::live::heap_error;
-use crate::bench::BenchError;
 
 /// The memory of all heaps.
 const MEMORY_BYTES: u64 = 256 << 20;
@@ -40,7 +38,7 @@ impl WorkerHeap {
             ..TcpOptions::default()
         };
         let local = "127.0.0.1:0".parse().expect("it is an address");
-        let target = Arc::new(TcpTarget::listen(local, &key, options).map_err(heap_error)?);
+        let target = Arc::new(TcpTarget::listen(local, &key, options).map_err(BenchError::heap)?);
         let service = Arc::new(HeapService::new(NODE, MEMORY_BYTES, None, None));
         service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
         target.answer_messages(Arc::new(Worker::start(service)));
@@ -54,7 +52,7 @@ impl WorkerHeap {
             let endpoint = tcp::connect_with_ticket(address, &ticket, &ticket.secret(&key), options);
             Ok(HeapRoute::Remote(endpoint.map_err(failed)?))
         };
-        let client = HeapClient::connect_by(Box::new(connect)).map_err(heap_error)?;
+        let client = HeapClient::connect_by(Box::new(connect)).map_err(BenchError::heap)?;
         Ok(Self { client, _target: target })
     }
 }

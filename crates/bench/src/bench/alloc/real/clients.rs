@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer_bench::support::one_sided_array::{ArrayClient, ArrayProgress, Held, READ_MAX, Touch};
 use aquifer_fabric::{
     Completion, Endpoint, Host, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant, Verb, Work,
 };
@@ -12,7 +13,6 @@ use super::NODE_SECTIONS;
 use super::counted::{Counted, Counts, Tally};
 use super::rpc::{MESSAGE_BYTES, Request, decode_answer};
 use super::server::NODE;
-use crate::bench::alloc::array::{ArrayClient, ArrayProgress, Held, READ_MAX, Touch};
 
 /// Time between two polls of an endpoint over a network.
 const POLL_TIMEOUT: Duration = Duration::from_millis(20);

@@ -10,18 +10,17 @@ mod server;
 
 use std::collections::BTreeMap;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::serving::ServingProcess;
+use aquifer_bench::support::spread::{Spread, mean_us, permille_us};
+use aquifer_bench::support::{interrupt, progress};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, FabricAddress, Host, Identity, Tenant};
 use aquifer_pool::SizeClass;
 
-use super::service;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::serving::ServingProcess;
-use crate::bench::support::spread::Spread;
-use crate::bench::support::{interrupt, progress};
 use clients::{AllocClient, RealWay};
 pub use replay::replay;
 use round::Measured;
@@ -156,9 +155,9 @@ fn row(name: &str, rounds: &[Measured]) -> Row {
     let figure = |of: &dyn Fn(&Measured) -> f64| Spread::of(&rounds.iter().map(of).collect::<Vec<f64>>());
     let each = |of: fn(&Measured) -> u64| figure(&|round| float(of(round)) / round.count());
     let figures = [
-        ("mean µs", figure(&|of| service::mean_us(&of.latencies_ns))),
-        ("p50 µs", figure(&|of| service::permille_us(&of.latencies_ns, 500))),
-        ("p99 µs", figure(&|of| service::permille_us(&of.latencies_ns, 990))),
+        ("mean µs", figure(&|of| mean_us(&of.latencies_ns))),
+        ("p50 µs", figure(&|of| permille_us(&of.latencies_ns, 500))),
+        ("p99 µs", figure(&|of| permille_us(&of.latencies_ns, 990))),
         ("trips", each(|of| of.counts.trips)),
         ("CASes", each(|of| of.counts.swaps)),
         ("failed CASes", each(|of| of.counts.lost)),

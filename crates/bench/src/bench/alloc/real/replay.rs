@@ -2,17 +2,16 @@
 
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::allocation_trace::{AllocRequest, Arrival, Replay};
+use aquifer_bench::support::report::Table;
+use aquifer_bench::support::{interrupt, procs, progress};
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
 use super::clients::{AllocClient, Allocation, RealWay};
 use super::round::Measured;
 use super::{NODE_SECTIONS, Node, connect, table};
-use crate::bench::BenchError;
-use crate::bench::alloc::trace::{Arrival, Replay};
-use crate::bench::alloc::ways::AllocRequest;
-use crate::bench::support::report::Table;
-use crate::bench::support::{interrupt, procs, progress};
 
 /// Replays a trace; returns a table for each fabric.
 ///

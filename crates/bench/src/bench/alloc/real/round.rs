@@ -3,6 +3,9 @@
 use std::sync::Barrier;
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::procs;
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 use parking_lot::Mutex;
@@ -10,9 +13,6 @@ use parking_lot::Mutex;
 use super::NODE_SECTIONS;
 use super::clients::{AllocClient, Allocation};
 use super::counted::Counts;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::procs;
 
 /// Most extents of a client, unless its share of half of the memory is smaller.
 const HELD_MAX: u64 = 64;

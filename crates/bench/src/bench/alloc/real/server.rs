@@ -7,6 +7,8 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::serving;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Memory, MessageHandler, Scope, Target};
@@ -16,8 +18,6 @@ use parking_lot::Mutex;
 
 use super::rpc::{Retired, RpcServer};
 use super::{KEY, NODE_SECTIONS};
-use crate::bench::BenchError;
-use crate::bench::support::serving;
 
 /// Number of the node.
 pub const NODE: NodeId = NodeId(1);

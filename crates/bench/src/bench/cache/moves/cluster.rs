@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 
 use aquifer::DirectoryLocation;
 use aquifer::state::StateDir;
+use aquifer_bench::BenchError;
+use aquifer_bench::support::cluster::aquifer_program;
+use aquifer_bench::support::{folder, interrupt};
 use aquifer_cache::store::hash::KeyHasher;
 use aquifer_cache_cluster::records::Registry;
 use tempfile::TempDir;
@@ -20,9 +23,6 @@ use super::super::processors::Place;
 use super::super::servers::{AQUIFER, Programs, Server, Settings};
 use super::partitions::Partitions;
 use super::status::{CacheStatus, Order};
-use crate::bench::BenchError;
-use crate::bench::support::cluster::aquifer_program;
-use crate::bench::support::{folder, interrupt};
 
 /// Number of servers.
 pub const SERVERS: usize = 4;

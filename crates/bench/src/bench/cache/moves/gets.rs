@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use aquifer_bench::BenchError;
+
 use super::super::connection::Operation;
 use super::super::items::{Items, Lengths, Lifetime};
 use super::super::load::Load;
@@ -10,7 +12,6 @@ use super::VALUE_BYTES;
 use super::cluster::{CacheCluster, failed};
 use super::partitions::PARTITIONS;
 use super::samples::{Sample, play_beside};
-use crate::bench::BenchError;
 
 /// Closed-loop clients, each a connection with one request in flight.
 pub const CLIENTS: u32 = 100;

@@ -3,15 +3,16 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::report::{Column, Row, Series, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::cluster::{CacheCluster, Moved, failed, pause};
 use super::gets::{CLIENTS, Gets};
 use super::samples::{Latencies, Sample, Windows, since_us};
 use super::timeline::{Stage, Timeline, WINDOW};
 use super::{Figures, Volume};
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Series, Table, Target};
-use crate::bench::support::spread::Spread;
 
 const SETTLE_INTERVAL: Duration = Duration::from_millis(250);
 const MOVES: usize = 2;

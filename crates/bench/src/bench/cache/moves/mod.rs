@@ -14,9 +14,10 @@ mod writes;
 
 use std::time::Duration;
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::report::{Series, Table, Target};
+
 use super::servers::Programs;
-use crate::bench::BenchError;
-use crate::bench::support::report::{Series, Table, Target};
 use cluster::{CacheCluster, SERVERS};
 use gets::{CLIENTS, Gets};
 use partitions::PARTITIONS;

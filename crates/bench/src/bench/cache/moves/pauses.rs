@@ -4,6 +4,11 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::super::connection::Operation;
 use super::super::items::{Items, Lengths, Lifetime};
 use super::super::load::Load;
@@ -13,10 +18,6 @@ use super::partitions::Partitions;
 use super::samples::{Latencies, Sample, duration_us, overlap, play_beside, since_us};
 use super::status::Order;
 use super::{Figures, VALUE_BYTES, Volume};
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 /// The time around a move of which latencies are reported.
 const AROUND: Duration = Duration::from_secs(1);

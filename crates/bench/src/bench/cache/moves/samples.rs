@@ -4,12 +4,13 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+
 use super::super::connection::{Counts, Operation};
 use super::super::load::{Answered, Load, Pace};
 use super::super::servers::AQUIFER;
 use super::cluster::SERVERS;
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
 
 /// A batch of requests that was answered. A client has one in flight at a time.
 #[derive(Clone, Copy, Debug)]

@@ -3,9 +3,10 @@
 use std::ops::Range;
 use std::time::Duration;
 
+use aquifer_bench::support::bytes::float;
+
 use super::cluster::Moved;
 use super::samples::{Latencies, Sample, Windows, duration_us, overlap};
-use crate::bench::support::bytes::float;
 
 /// Length of a window.
 pub const WINDOW: Duration = Duration::from_millis(100);

@@ -3,6 +3,11 @@
 
 use std::time::{Duration, Instant};
 
+use aquifer_bench::BenchError;
+use aquifer_bench::support::bytes::float;
+use aquifer_bench::support::report::{Column, Row, Table, Target};
+use aquifer_bench::support::spread::Spread;
+
 use super::super::connection::Operation;
 use super::super::load::{Load, Pace};
 use super::cluster::{CacheCluster, Moved, failed, pause};
@@ -10,10 +15,6 @@ use super::pauses::{connect_to_owner, new_items};
 use super::samples::{Sample, check, play_beside, since_us};
 use super::status::Order;
 use super::{Figures, Volume};
-use crate::bench::BenchError;
-use crate::bench::support::bytes::float;
-use crate::bench::support::report::{Column, Row, Table, Target};
-use crate::bench::support::spread::Spread;
 
 /// Sets in flight.
 const DEPTH: usize = 50;
