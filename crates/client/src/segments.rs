@@ -189,7 +189,7 @@ impl Process {
             let mut fds = fds.into_iter();
             let segment = self.map(&answer, fds.next())?;
             if is_partial {
-                let touch = if pulling == Pulling::Explicit { Touch::IsRefused } else { Touch::Waits };
+                let touch = if pulling == Pulling::Explicit { Touch::RaisesSigbus } else { Touch::Waits };
                 let device = fds.next();
                 let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
                 self.link.serve(id, uffd, pulling == Pulling::Ahead, arrivals)?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_arena::copies::{CopyRecord, CopyTree, Words};
+use aquifer_arena::copies::{CopyRecord, CopyTree, WordPair};
 use aquifer_objects::pointer::Pointer;
 
 use crate::cleaning::read_root;
@@ -107,7 +107,7 @@ fn read_all<S: Store>(
     len: impl Fn(usize) -> usize,
 ) -> Result<(), CopyError> {
     let damaged = || CopyError::Damaged { node };
-    let mut sums: Vec<Words> = Vec::new();
+    let mut sums: Vec<WordPair> = Vec::new();
     let mut reads = Vec::new();
     for (at, (entry, buffer)) in entries.zip(buffers.iter_mut()).enumerate() {
         let (object, sum) = entry.object().zip(entry.sum()).ok_or_else(damaged)?;

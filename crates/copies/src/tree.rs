@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_arena::copies::Words;
+use aquifer_arena::copies::WordPair;
 use aquifer_objects::pointer::Pointer;
 use ring::digest::{SHA256, digest};
 
@@ -20,10 +20,10 @@ const MAGIC: [u8; 8] = *b"AQCOPY\x00\x01";
 
 /// The checksum of an object's bytes.
 #[must_use]
-pub fn sum_of(bytes: &[u8]) -> Words {
+pub fn sum_of(bytes: &[u8]) -> WordPair {
     let digest = digest(&SHA256, bytes);
     let word = |at: usize| word_at(digest.as_ref(), at);
-    Words([word(0), word(8)])
+    WordPair([word(0), word(8)])
 }
 
 /// Where a leaf or a chunk is. The default is one of zeros, which is not stored.
@@ -38,7 +38,7 @@ pub struct Entry {
 impl Entry {
     /// An object with this checksum.
     #[must_use]
-    pub fn new(object: Pointer, Words(sum): Words) -> Self {
+    pub fn new(object: Pointer, WordPair(sum): WordPair) -> Self {
         Self { object: object.words(), sum }
     }
 
@@ -50,8 +50,8 @@ impl Entry {
 
     /// The checksum; `None` if it is zeros.
     #[must_use]
-    pub fn sum(&self) -> Option<Words> {
-        self.object().map(|_| Words(self.sum))
+    pub fn sum(&self) -> Option<WordPair> {
+        self.object().map(|_| WordPair(self.sum))
     }
 
     fn encode(&self) -> [u8; ENTRY_BYTES] {

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use aquifer_arena::copies::{CopyTree, FormerRoot, Words};
+use aquifer_arena::copies::{CopyTree, FormerRoot, WordPair};
 use aquifer_objects::pointer::Pointer;
 
 use crate::cleaning::clean;
@@ -25,7 +25,7 @@ pub struct Chunk {
     /// Its number.
     pub chunk: usize,
     /// Its bytes, and their checksum; `None` if it is zeros.
-    pub content: Option<(Vec<u8>, Words)>,
+    pub content: Option<(Vec<u8>, WordPair)>,
 }
 
 /// The copy on one node.
@@ -96,7 +96,7 @@ impl<S: Store> Writer<S> {
     #[must_use]
     pub fn roots(&self) -> [FormerRoot; 2] {
         let former =
-            |root: Pointer| FormerRoot { node: self.node, root: Words(root.words()), bytes: self.bytes };
+            |root: Pointer| FormerRoot { node: self.node, root: WordPair(root.words()), bytes: self.bytes };
         self.roots.map(former)
     }
 
@@ -178,7 +178,7 @@ impl<S: Store> Writer<S> {
             let replaced = std::mem::take(&mut pending.replaced);
             replaced.into_iter().try_for_each(|object| self.store.free(object))?;
         }
-        let roots = self.roots.map(|root| Words(root.words()));
+        let roots = self.roots.map(|root| WordPair(root.words()));
         Ok(CopyTree { node: self.node, roots, current: u8::from(at == 1), sum })
     }
 
@@ -214,7 +214,7 @@ impl<S: Store> Writer<S> {
         self.close_leaf()?;
         let object = self.store.create(&encode(&self.tree.chunks[leaf]))?;
         let pending = self.pending.as_mut().expect("a sync has begun");
-        pending.tree.leaves[leaf] = Entry::new(object, Words::default());
+        pending.tree.leaves[leaf] = Entry::new(object, WordPair::default());
         pending.open = Some((leaf, Vec::new()));
         if Mutation::FreeLeafFirst.is_active() {
             pending.replaced.extend(self.tree.leaves[leaf].object());

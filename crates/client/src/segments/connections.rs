@@ -73,7 +73,7 @@ impl Connections {
                 answer => return Err(super::error_of(answer)),
             };
         super::done(ask(&arrivals, &Call::Attend { process: process.to_owned() })?)?;
-        super::done(ask(&pulse, &Call::Pulse)?)?;
+        super::done(ask(&pulse, &Call::KeepAlive)?)?;
         for socket in [&calls, &arrivals] {
             set_timeout(socket, None).map_err(Error::System)?;
         }

@@ -279,7 +279,9 @@ impl SyncState {
         let mut chunks = BTreeSet::new();
         let is_known = match &self.written {
             Some(written) => written
-                .look(|range| chunks.extend(range.start / CHUNK_BYTES..=(range.end - 1) / CHUNK_BYTES))
+                .drain_written(|range| {
+                    chunks.extend(range.start / CHUNK_BYTES..=(range.end - 1) / CHUNK_BYTES)
+                })
                 .is_ok(),
             None => false,
         };
@@ -288,7 +290,8 @@ impl SyncState {
         }
         // The former watch ends first. From here on the kernel notes what is written, if it can.
         self.written = None;
-        self.written = WrittenPages::watch(mapping).ok().filter(|written| written.look(drop).is_ok());
+        self.written =
+            WrittenPages::watch(mapping).ok().filter(|written| written.drain_written(drop).is_ok());
         Change::All
     }
 

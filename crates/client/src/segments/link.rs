@@ -240,7 +240,7 @@ impl Link {
                 Ok(0) if BootInstant::now() < until => false,
                 Ok(0) => match deadline.note_silence(BootInstant::now()) {
                     AfterSilence::GiveUp => true,
-                    AfterSilence::Ask => send(pulse, &Call::Pulse, &[]).is_err(),
+                    AfterSilence::Ask => send(pulse, &Call::KeepAlive, &[]).is_err(),
                 },
                 Ok(_) if ends.iter().all(|end| (end.revents() - PollFlags::IN).is_empty()) => {
                     deadline.note_answer();
