@@ -7,8 +7,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 /// The first address for segments: between the heap and the mappings of a usual program.
 pub const ARENA_START: usize = 0x3000_0000_0000;
-/// Bytes of addresses for segments: 4 TiB. As many behind them are for mappings that were
-/// withdrawn.
+/// Bytes of addresses for segments: 4 TiB. The next 4 TiB are for mappings that were withdrawn.
 pub const ARENA_BYTES: usize = 4 << 40;
 /// Length of the largest segment: 1 TiB.
 pub const SEGMENT_BYTES_MAX: usize = 1 << 40;
@@ -16,28 +15,28 @@ pub const SEGMENT_BYTES_MAX: usize = 1 << 40;
 const MIB_2: usize = 2 << 20;
 const GIB: usize = 1 << 30;
 
-/// Why a process cannot have segments.
+/// An error of the arena or of a mapping in it.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// Something else is at the addresses.
+    /// The process uses the addresses of the arena for something else.
     #[error(
         "the addresses for segments, {ARENA_START:#x} to {:#x}, are in use: a sanitizer or a runtime \
          has reserved them, so this process cannot have segments",
         ARENA_START + 2 * ARENA_BYTES
     )]
-    Taken,
-    /// The segment cannot be there.
+    InUse,
+    /// The range of a segment is invalid or in use.
     #[error("a segment of {bytes} bytes cannot be at {address:#x}")]
     Range {
-        /// Its first address.
+        /// The first address of the segment.
         address: usize,
-        /// Its length.
+        /// The length of the segment in bytes.
         bytes: usize,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation that failed, as a verb with its object.
         what: &'static str,
         /// The system's error.
         source: io::Error,
@@ -50,33 +49,34 @@ impl ArenaError {
     }
 }
 
-/// The addresses for segments, reserved in this process.
+/// The reservation of the addresses for segments in this process.
 #[derive(Debug)]
 pub struct Arena(());
 
 impl Arena {
-    /// Reserves the addresses. They take no memory.
+    /// Reserves the addresses of the arena, without memory.
     ///
     /// # Errors
-    /// If they are in use, also by another arena of this process.
+    /// [`ArenaError::InUse`] if a part of them is in use, also by another arena of this process.
     pub fn reserve() -> Result<Self, ArenaError> {
         reserve(ARENA_START..ARENA_START + 2 * ARENA_BYTES).map_err(|error| match error {
-            rustix::io::Errno::EXIST => ArenaError::Taken,
+            rustix::io::Errno::EXIST => ArenaError::InUse,
             error => ArenaError::System { what: "reserve the addresses for segments", source: error.into() },
         })?;
         Ok(Self(()))
     }
 
-    /// The alignment of a segment of this length, by which its mapping can be moved fast.
+    /// The alignment of a segment of this length: with it the kernel moves whole page tables when
+    /// the segment is withdrawn, which is fast.
     #[must_use]
     pub const fn alignment(bytes: usize) -> usize {
         if bytes >= GIB { GIB } else { MIB_2 }
     }
 
-    /// Checks that a segment can be at these addresses.
+    /// Checks that a segment may have this range.
     ///
     /// # Errors
-    /// If it is not aligned, not whole pages, or not inside the arena.
+    /// If the range is not aligned, not whole pages, or not inside the arena.
     pub fn check(address: usize, bytes: usize) -> Result<(), ArenaError> {
         let is_length = bytes > 0 && bytes <= SEGMENT_BYTES_MAX && bytes.is_multiple_of(4096);
         let is_inside = address >= ARENA_START
@@ -98,7 +98,7 @@ impl Drop for Arena {
     }
 }
 
-/// Reserves addresses without access, where nothing is mapped.
+/// Reserves addresses that are not mapped, without access to them.
 pub(crate) fn reserve(range: Range<usize>) -> Result<(), rustix::io::Errno> {
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED_NOREPLACE;
     let start = std::ptr::with_exposed_provenance_mut(range.start);

@@ -1,4 +1,4 @@
-//! What a program asks of its agent about segments, and the answers, as JSON.
+//! Calls of a program to its agent about segments, and the answers, as JSON.
 //!
 //! Format: `docs/formats/segments.md`.
 
@@ -6,88 +6,90 @@ use serde::{Deserialize, Serialize};
 
 use crate::copies::CopyRecord;
 
-/// A request.
+/// A call of a program to its agent.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Call {
-    /// Gives this process a name in its tenant. The first request of a connection. When the
-    /// connection ends, the process has ended.
+    /// Registers this process under a name in its tenant. The first call of a connection. When the
+    /// connection closes, the process counts as ended.
     Open {
         /// The name.
         process: String,
-        /// The segments that it got from an agent whose process has ended, and their tenures.
+        /// The segments that the process has from an agent that has ended, and their tenures.
         #[serde(default)]
         held: Vec<(u64, Tenure)>,
     },
     /// Makes this connection one for [`Call::Receive`] and [`Call::Serve`], of a process that is
-    /// open. The first request of a connection.
+    /// open. The first call of a connection.
     Attend {
-        /// The name.
+        /// The name of the process.
         process: String,
     },
-    /// Answered at once, as often as it is asked: the process may have its segments. The first and
-    /// only request of a connection.
-    Pulse,
+    /// Keep-alive: the answer means that the agent runs, so the process may use its segments. A
+    /// connection with this call carries no other call.
+    #[serde(rename = "pulse")]
+    KeepAlive,
     /// Allocates a segment.
     Allocate {
-        /// Its number in the tenant.
+        /// The number of the segment in the tenant.
         id: u64,
-        /// Its length: whole pages.
+        /// The length in bytes: whole pages.
         bytes: u64,
     },
     /// Frees a segment. The process has no access any more.
     Deallocate {
-        /// Its number.
+        /// The number of the segment.
         id: u64,
-        /// Whether an agent that has ended did not answer the same call.
+        /// Whether this call is a retry: an agent that has ended did not answer it.
         #[serde(default)]
         is_repeated: bool,
     },
-    /// Gives a segment up that has copies, which stay. The process has no access any more.
+    /// Releases a segment that has copies, and keeps the copies. The process has no access any
+    /// more.
     GiveUp {
-        /// Its number.
+        /// The number of the segment.
         id: u64,
     },
     /// Prepares a hand-over.
     Connect {
         /// The number of the segment.
         id: u64,
-        /// The name of the process that is to have it.
+        /// The name of the process that is to receive it.
         process: String,
     },
-    /// Takes [`Call::Connect`] back, or [`Call::Restore`].
+    /// Cancels [`Call::Connect`] or [`Call::Restore`].
     Abort {
         /// The number of the segment.
         id: u64,
     },
     /// Hands a segment over. The process has no access any more.
     Transfer {
-        /// Its number.
+        /// The number of the segment.
         id: u64,
         /// The tenure that ends.
         tenure: Tenure,
-        /// Whether an agent that has ended did not answer the same call.
+        /// Whether this call is a retry: an agent that has ended did not answer it.
         #[serde(default)]
         is_repeated: bool,
     },
     /// Waits for a segment.
     Receive {
-        /// How long, in milliseconds.
+        /// The longest wait, in milliseconds.
         timeout_ms: u64,
-        /// Whether also for a request to hand one over.
+        /// Whether a request to hand a segment over also ends the wait.
         #[serde(default)]
         requests: bool,
     },
     /// Carries the userfaultfd of the mapping of a segment that was received and is partial. There
     /// is no answer; an agent that cannot serve it closes the connection.
     Serve {
-        /// Its number.
+        /// The number of the segment.
         id: u64,
-        /// Whether pages are pulled that the program touches, and ahead of it. Otherwise only
-        /// those that it asks for.
+        /// Whether the agent pulls pages on touch and ahead of the program. Otherwise it pulls only
+        /// the pages of [`Call::Pull`].
         pulls: bool,
     },
-    /// Pulls pages that are not here.
+    /// Pulls missing pages.
     Pull {
         /// The number of the segment.
         id: u64,
@@ -96,51 +98,52 @@ pub enum Call {
         /// The number of bytes.
         bytes: u64,
     },
-    /// Pulls all that is not here, so that no other host has a part in the segment.
+    /// Pulls all missing pages, so that the segment needs no other host.
     Close {
         /// The number of the segment.
         id: u64,
     },
-    /// Gives up all that is not here, so that no other host has a part in the segment.
+    /// Discards all missing pages, so that the segment needs no other host.
     Discard {
         /// The number of the segment.
         id: u64,
     },
-    /// The segments of this host that the caller may see, the first [`LISTED_MAX`] after one, and
-    /// what the host has done. The only request of a connection.
+    /// Lists the next [`LISTED_MAX`] segments of this host that the caller may see, with the totals
+    /// of the host. The only call of a connection.
     Report {
-        /// The user and the number of that segment.
+        /// The user and the number after which the list begins.
         above: Option<(u32, u64)>,
     },
-    /// The copies of segments on memory nodes that the caller may see, the first [`LISTED_MAX`]
-    /// after one. The only request of a connection.
+    /// Lists the copies on memory nodes of the next [`LISTED_MAX`] segments that the caller may
+    /// see. The only call of a connection.
     ReportCopies {
-        /// The user and the number of that segment.
+        /// The user and the number after which the list begins.
         above: Option<(u32, u64)>,
     },
-    /// Requests the owner of a segment to hand it over. The only request of a connection.
+    /// Requests the owner of a segment to hand it over. The only call of a connection.
     Move {
-        /// The user.
+        /// The user of the segment.
         user: u32,
         /// The number of the segment.
         id: u64,
-        /// The name of the process that is to have it.
+        /// The name of the process that is to receive it.
         process: String,
     },
-    /// Frees a segment whose process has ended. The only request of a connection.
+    /// Frees a segment whose process has ended. The only call of a connection.
     Free {
-        /// The user.
+        /// The user of the segment.
         user: u32,
         /// The number of the segment.
         id: u64,
     },
-    /// Where the copies of a segment are, and where there could be some. Of a segment that the
-    /// process owns; or that no live host owns, then the call may be the first one of a connection.
+    /// Returns the record of a segment's copies, and the nodes that could store copies. The process
+    /// owns the segment; or no live host does, then this may be the first call of a connection.
     Copies {
         /// The number of the segment.
         id: u64,
     },
-    /// Records where the copies of a segment are, as for [`Call::Copies`].
+    /// Replaces the record of a segment's copies. Allowed for the segments of [`Call::Copies`]; of
+    /// one that no live host owns, the change may only free copies.
     SetCopies {
         /// The number of the segment.
         id: u64,
@@ -149,128 +152,129 @@ pub enum Call {
         /// The record, with the next revision; `None` if there are no copies.
         record: Option<CopyRecord>,
     },
-    /// Begins to restore a segment that no live host owns from its copies.
+    /// Begins to restore a segment from its copies. No live host owns it.
     Restore {
         /// The number of the segment.
         id: u64,
     },
-    /// The memory has the bytes of the copy: the process owns the segment from now on.
+    /// Completes [`Call::Restore`]: the memory has the bytes of the copy. The process owns the
+    /// segment from now on.
     Restored {
         /// The number of the segment.
         id: u64,
-        /// Whether an agent that has ended did not answer the same call.
+        /// Whether this call is a retry: an agent that has ended did not answer it.
         #[serde(default)]
         is_repeated: bool,
     },
-    /// Lists segments of the tenant that processes of this host own, the first
-    /// [`LISTED_MAX`] with greater numbers.
+    /// Lists the next [`LISTED_MAX`] segments of the tenant that processes of this host own.
     List {
-        /// The number.
+        /// The number after which the list begins.
         above: Option<u64>,
     },
 }
 
-/// The time for which a process has a segment, told from an earlier or a later one: it may have got
-/// the segment back.
+/// Identifies one period in which a process has a segment. A process that hands a segment over and
+/// gets it back begins a new tenure, so a late call of the first one has no effect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tenure {
-    /// The hand-over by which its host got it.
+    /// The number of the hand-over by which the host received the segment.
     pub generation: u64,
-    /// How often it was passed on between processes of that host.
+    /// The number of times that the segment was passed on between processes of that host.
     pub passes: u64,
 }
 
-/// Most segments in an answer.
+/// Maximum number of segments in one answer.
 pub const LISTED_MAX: usize = 128;
 
-/// An answer.
+/// An answer of the agent to a [`Call`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Answer {
-    /// It is done.
+    /// The call succeeded.
     Done,
     /// The process is open.
     Opened {
-        /// The segments that it still has, of those that it named.
+        /// The segments that the process still has, of those that it named.
         held: Vec<u64>,
-        /// Those whose hand-over is under way: it is to ask for the outcome.
+        /// The segments whose hand-over is under way: the process must ask for the outcome.
         awaited: Vec<u64>,
-        /// How long it may have segments after the agent has ended, in milliseconds.
+        /// The time for which the process may use segments after the agent has ended, in
+        /// milliseconds.
         grace_ms: u64,
     },
-    /// The segment is still owned by the process, for this reason.
+    /// The call failed for this reason, and the process still owns the segment.
     Kept(String),
-    /// Nothing has changed, for this reason.
+    /// The call failed for this reason, and changed nothing.
     Failed(String),
-    /// A segment, which is the process's now. Carries its descriptor.
+    /// A segment that the process owns from now on. Carries its descriptor.
     Segment {
-        /// Its number.
+        /// The number of the segment.
         id: u64,
-        /// Its first address.
+        /// The first address.
         address: u64,
-        /// Its length.
+        /// The length in bytes.
         bytes: u64,
-        /// Whether pages are elsewhere.
+        /// Whether pages are missing.
         is_partial: bool,
         /// The tenure that begins.
         tenure: Tenure,
     },
-    /// Where the copies of a segment are. Carries its memory if the process owns it.
+    /// The record of a segment's copies. Carries the memory if the process owns the segment.
     Copies {
-        /// The record.
+        /// The record; `None` if there are no copies.
         record: Option<CopyRecord>,
-        /// The nodes of other machines that could have copies, the best ones first.
+        /// The nodes of other machines that could store copies, the best ones first.
         nodes: Vec<u16>,
-        /// Those of this machine.
+        /// The nodes of this machine that could store copies, the best ones first.
         nodes_here: Vec<u16>,
     },
-    /// What is to be restored. Carries memory of zeros for it.
+    /// The copies from which the caller is to restore a segment. Carries memory of zeros for it.
     Restoring {
         /// The first address.
         address: u64,
-        /// Where the copies are.
+        /// The record of the copies.
         record: CopyRecord,
     },
-    /// Nothing has arrived in time.
+    /// No segment and no request arrived in time.
     Nothing,
-    /// The process is wanted to hand a segment over.
+    /// A request to hand a segment over.
     Asked {
-        /// Its number.
+        /// The number of the segment.
         id: u64,
-        /// The process that is to have it.
+        /// The name of the process that is to receive it.
         process: String,
     },
-    /// The segments of this host, and what it has done.
+    /// The segments and totals of this host.
     Report {
         /// The segments.
         segments: Vec<SegmentStatus>,
-        /// What it has done.
-        totals: Totals,
+        /// The totals since the agent started.
+        totals: SegmentTotals,
     },
-    /// The copies.
+    /// The copies on memory nodes.
     ReportCopies(Vec<CopiesStatus>),
-    /// The segments.
+    /// The segments of the tenant on this host.
     List(Vec<SegmentStatus>),
 }
 
-/// Copies of a segment on memory nodes.
+/// The copies of a segment on memory nodes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopiesStatus {
-    /// Its user.
+    /// The user of the segment.
     pub user: u32,
-    /// Its number in the tenant.
+    /// The number of the segment in the tenant.
     pub id: u64,
-    /// Its length.
+    /// The length of the segment in bytes.
     pub bytes: u64,
     /// The number of the last sync.
     pub version: u64,
-    /// When that was, in seconds since 1970.
+    /// The time of the last sync, in seconds since 1970.
     pub synced_at_s: u64,
-    /// The nodes; none if the copies were freed, but not on all nodes.
+    /// The nodes with a copy; empty if the copies were freed, but not on all nodes.
     pub nodes: Vec<u16>,
-    /// Nodes that have something of them that is to be freed.
+    /// The nodes with obsolete objects of the copies, which are to be freed.
     pub left_on: Vec<u16>,
     /// Whether a host has the segment. Otherwise it can be restored.
     pub has_owner: bool,
@@ -280,54 +284,54 @@ pub struct CopiesStatus {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentStatus {
-    /// Its user.
+    /// The user of the segment.
     pub user: u32,
-    /// Its number in the tenant.
+    /// The number of the segment in the tenant.
     pub id: u64,
-    /// Its first address.
+    /// The first address.
     pub address: u64,
-    /// Its length.
+    /// The length in bytes.
     pub bytes: u64,
-    /// Bytes of pages that are elsewhere.
+    /// Bytes of missing pages.
     pub missing_bytes: u64,
-    /// The name of its process.
+    /// The name of the process that owns the segment.
     pub process: String,
-    /// Whether that process is open. Otherwise the next one of its name gets the segment.
+    /// Whether that process is open. Otherwise the next one of its name receives the segment.
     pub is_open: bool,
-    /// The process to which it is prepared to be handed over.
+    /// The process to which a hand-over is prepared.
     pub target: Option<String>,
 }
 
-/// What a host has done with segments since its agent started.
+/// Counts and times of a host's segments since its agent started.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Totals {
+pub struct SegmentTotals {
     /// Segments that were handed over to other hosts.
     pub handed_over: u64,
     /// Segments that were received from other hosts.
     pub received: u64,
-    /// Hand-overs that the target has declined.
+    /// Hand-overs that the target declined.
     pub declined: u64,
-    /// Pages that were pulled when a thread waited for them.
+    /// Pages that were pulled because a thread waited for them.
     pub pages_on_touch: u64,
     /// Pages that were pulled ahead of the program.
     pub pages_ahead: u64,
-    /// The pause of writers and readers for a hand-over: from the request to its end.
-    pub transfers: Times,
-    /// The pause of threads that touch pages which are elsewhere.
-    pub waits: Times,
+    /// Pauses of writers and readers for a hand-over: from the request to its end.
+    pub transfers: TimeSummary,
+    /// Pauses of threads that touched missing pages.
+    pub waits: TimeSummary,
 }
 
-/// Times of one kind.
+/// The distribution of one kind of time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Times {
-    /// How many.
+pub struct TimeSummary {
+    /// The number of times that were measured.
     pub count: u64,
     /// The median, in µs.
     pub p50_us: u64,
-    /// In µs.
+    /// The 99th percentile, in µs.
     pub p99_us: u64,
-    /// In µs.
+    /// The longest time, in µs.
     pub longest_us: u64,
 }

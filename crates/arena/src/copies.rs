@@ -1,26 +1,26 @@
-//! Where copies of a segment are on memory nodes, as the directory and the agent know it.
+//! The directory's record of a segment's copies on memory nodes.
 //!
 //! Format: `docs/formats/segments.md`.
 
 use serde::{Deserialize, Serialize};
 
-/// Most copies of a segment.
+/// Maximum number of copies of a segment.
 pub const COPIES_MAX: usize = 8;
-/// Most roots that are to be freed.
+/// Maximum number of obsolete roots in a record.
 pub const FORMER_MAX: usize = 48;
 
-/// Two words as 32 hexadecimal digits: the pointer of an object, or a checksum.
+/// Two words, in JSON 32 hexadecimal digits: the pointer of an object, or a checksum.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Words(pub [u64; 2]);
+pub struct WordPair(pub [u64; 2]);
 
-impl From<Words> for String {
-    fn from(Words([first, second]): Words) -> Self {
+impl From<WordPair> for String {
+    fn from(WordPair([first, second]): WordPair) -> Self {
         format!("{first:016x}{second:016x}")
     }
 }
 
-impl TryFrom<String> for Words {
+impl TryFrom<String> for WordPair {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
@@ -33,7 +33,7 @@ impl TryFrom<String> for Words {
     }
 }
 
-/// The copies of a segment.
+/// The record of a segment's copies.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyRecord {
@@ -41,44 +41,44 @@ pub struct CopyRecord {
     pub revision: u64,
     /// The length of the segment in bytes.
     pub bytes: u64,
-    /// The number of the sync that wrote them.
+    /// The number of the sync that wrote the copies.
     pub version: u64,
-    /// When, in seconds since 1970.
+    /// The time of that sync, in seconds since 1970.
     pub synced_at_s: u64,
-    /// The copies, all the same; none if the segment was deallocated.
+    /// The copies, which are identical; none if the segment was deallocated.
     pub trees: Vec<CopyTree>,
-    /// Roots of copies that are not needed any more, but were not freed yet.
+    /// Roots of obsolete copies that are not freed yet.
     pub former: Vec<FormerRoot>,
 }
 
-/// A copy on one node.
+/// A copy on one node: a tree of objects.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyTree {
     /// The node.
     pub node: u16,
-    /// Pointers to its two roots, which are written in turn.
-    pub roots: [Words; 2],
-    /// Which of them has the copy: 0 or 1.
+    /// Pointers to the two roots, which are written in turn.
+    pub roots: [WordPair; 2],
+    /// The index of the root that has the copy: 0 or 1.
     pub current: u8,
-    /// The checksum of that.
-    pub sum: Words,
+    /// The checksum of that root.
+    pub sum: WordPair,
 }
 
-/// A root of a copy that is not needed any more.
+/// A root of an obsolete copy.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FormerRoot {
     /// The node.
     pub node: u16,
-    /// The pointer to it.
-    pub root: Words,
-    /// The length of the segment whose copy it had.
+    /// The pointer to the root.
+    pub root: WordPair,
+    /// The length of the copied segment in bytes.
     pub bytes: u64,
 }
 
 impl CopyTree {
-    /// Its roots, as those that are to be freed. `bytes` is the length of the segment.
+    /// Both roots of the copy, as obsolete ones. `bytes` is the length of the segment.
     #[must_use]
     pub fn former(&self, bytes: u64) -> [FormerRoot; 2] {
         self.roots.map(|root| FormerRoot { node: self.node, root, bytes })
@@ -86,13 +86,13 @@ impl CopyTree {
 }
 
 impl CopyRecord {
-    /// Whether the segment can be restored from it.
+    /// Whether the segment can be restored: the record has a copy.
     #[must_use]
     pub fn has_copies(&self) -> bool {
         !self.trees.is_empty()
     }
 
-    /// Whether its parts are as many as they may be.
+    /// Whether the record is within its limits.
     #[must_use]
     pub fn is_valid(&self) -> bool {
         self.trees.len() <= COPIES_MAX

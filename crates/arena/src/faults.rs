@@ -1,4 +1,4 @@
-//! The agent's end of an armed mapping: it learns of touches, and lets threads go on.
+//! The agent's end of an armed mapping: it receives the faults, and resumes the threads.
 
 use std::io;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use crate::uffd;
 const MESSAGE_BYTES: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 
-/// The faults of a mapping.
+/// The source of page faults of one armed mapping.
 #[derive(Debug)]
 pub struct PageFaults {
     uffd: OwnedFd,
@@ -25,17 +25,18 @@ impl AsFd for PageFaults {
 }
 
 impl PageFaults {
-    /// The faults of the mapping of `bytes` bytes at `address` that was armed with this descriptor.
+    /// Receives the faults of the mapping of `bytes` bytes at `address`, which was armed with this
+    /// descriptor.
     #[must_use]
     pub fn new(uffd: OwnedFd, address: usize, bytes: usize) -> Self {
         Self { uffd, address, bytes }
     }
 
-    /// Reads some of what has happened, without waiting: the pages for which threads wait. A move
-    /// of the mapping is noticed by being read.
+    /// Reads some pending messages without waiting, and adds the pages for which threads wait to
+    /// `pages`. A move of the mapping is acknowledged by reading its message.
     ///
     /// # Errors
-    /// If the mapping's process has ended.
+    /// If the process of the mapping has ended.
     pub fn read(&self, pages: &mut Vec<u32>) -> io::Result<()> {
         let mut buffer = [0; 16 * MESSAGE_BYTES];
         let len = match rustix::io::read(&self.uffd, &mut buffer[..]) {
@@ -55,64 +56,64 @@ impl PageFaults {
         is_fault.then(|| u32::try_from(offset / 4096).ok())?
     }
 
-    /// Lets the threads go on that wait for a page, whose bytes are in place.
+    /// Resumes the threads that wait for a page, whose bytes are in place.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If a system call fails.
     pub fn resume(&self, page: u32) -> io::Result<()> {
         let address = self.address_of(page);
         match uffd::resume(&self.uffd, address, 4096).map_err(|error| error.raw_os_error()) {
             Ok(_) => Ok(()),
-            // It was never written, and is a hole of the file.
+            // The page was never written, and is a hole of the file.
             Err(Some(libc::EFAULT)) => match uffd::fill_with_zeros(&self.uffd, address) {
                 Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
                     uffd::wake(&self.uffd, address, 4096)
                 }
                 result => result,
             },
-            // It is mapped already, or its faults are not served any more: a thread that waits all
-            // the same touches it again. The kernel does not wake a thread that has begun to wait
-            // while the serving was ended.
+            // The page is mapped already, or its faults are not served any more. A thread may still
+            // wait, because the kernel does not wake one that begins to wait during `disarm`. It
+            // must touch the page again.
             Err(_) => uffd::wake(&self.uffd, address, 4096),
         }
     }
 
-    /// Maps pages whose bytes are in place before they are touched, and lets the threads go on that
+    /// Maps pages whose bytes are in place before they are touched, and resumes the threads that
     /// wait for them.
     ///
     /// # Errors
-    /// Those of [`Self::resume`].
+    /// As [`Self::resume`].
     pub fn resume_all(&self, mut pages: Range<u32>) -> io::Result<()> {
         while let Some(page) = pages.next() {
             let bytes = (pages.len() + 1) * 4096;
             match uffd::resume(&self.uffd, self.address_of(page), bytes) {
                 Ok(mapped @ 4096..) => pages.start = page + u32::try_from(mapped / 4096).unwrap_or(u32::MAX),
-                // It is mapped already, or a hole.
+                // The page is mapped already, or is a hole.
                 _ => self.resume(page)?,
             }
         }
         Ok(())
     }
 
-    /// Ends the serving of faults, when all pages are in place. Threads that wait touch them again.
+    /// Stops serving faults once all pages are in place. Waiting threads touch their pages again.
     ///
     /// # Errors
     /// If the mapping is gone or was moved.
     pub fn disarm(&self) -> io::Result<()> {
         uffd::unregister(&self.uffd, self.address, self.bytes)?;
-        // A thread may have begun to wait while that was done.
+        // A thread may have begun to wait meanwhile.
         self.wake_all()
     }
 
-    /// Has each touch of a page end in SIGBUS, because it is lost.
+    /// Marks a page as lost: each touch of it raises SIGBUS.
     ///
     /// # Errors
-    /// Those of [`Self::resume`].
+    /// As [`Self::resume`].
     pub fn poison(&self, page: u32) -> io::Result<()> {
         uffd::poison(&self.uffd, self.address_of(page))
     }
 
-    /// Lets all threads go on that wait, so that they touch their pages again.
+    /// Wakes all waiting threads, so that they touch their pages again.
     ///
     /// # Errors
     /// If the program has ended.

@@ -1,14 +1,18 @@
-//! Where a program has its segments: at the same addresses in each process of a tenant, so that
-//! pointers within a segment stay valid when it moves (RAMP §3).
+//! The addresses of segments: the same in each process of a tenant, so that pointers within a
+//! segment stay valid when it moves (RAMP §3).
 //!
 //! - [`Arena`] is the range of addresses, reserved without access.
-//! - [`Mapping`] is a segment in it. It is *armed* while pages are elsewhere: touching such a page
-//!   waits for the agent. It is *withdrawn* when the segment is handed over: a touch is a fault.
-//! - [`report_touches`] tells a person what a crash in the arena means.
-//! - [`WrittenPages`] knows which pages of a mapping the program has written, and [`copies`] where
-//!   copies of a segment are.
-//! - [`calls`] has what a program asks of its agent.
+//! - [`Mapping`] is a segment in it. A mapping is *armed* while pages are missing: a thread that
+//!   touches such a page waits for the agent. It is *withdrawn* when the segment is handed over: a
+//!   touch raises SIGSEGV.
+//! - [`report_touches`] explains a crash in the arena on standard error.
+//! - [`WrittenPages`] tracks which pages of a mapping the program writes.
+//! - [`copies`] has the record of a segment's copies on memory nodes.
+//! - [`calls`] has the calls of a program to its agent, and the answers.
 //! - [`PageFaults`] is the agent's end of an armed mapping.
+//!
+//! A page is *present* if its bytes are in the memory of this host, and otherwise *missing*:
+//! another host has them.
 //!
 //! [Decision 20](../../../docs/decisions/0020-move-armed-segments.md) has the measurements.
 

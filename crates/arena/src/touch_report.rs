@@ -1,26 +1,26 @@
-//! A message when a program touches a segment that is not its own, before the signal takes its
-//! course: otherwise a person sees a crash at an address that means nothing.
+//! A message on standard error when a program touches a segment that it does not own. Without it, a
+//! person sees a crash at an address that means nothing to them.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::arena::{ARENA_BYTES, ARENA_START};
 
-static IS_TOLD: AtomicBool = AtomicBool::new(false);
-/// The actions before this one, of SIGSEGV and of SIGBUS.
-static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
+static IS_REPORTED: AtomicBool = AtomicBool::new(false);
+/// The previous actions of SIGSEGV and of SIGBUS.
+static PREVIOUS_ACTIONS: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 
 const NOT_OWN: &[u8] = b"aquifer: a touch of a segment that this process does not own (SIGSEGV): \
     it was handed over, or lost because no agent came back in time. Address ";
 const ELSEWHERE: &[u8] = b"aquifer: a touch of a page of a segment that cannot come (SIGBUS): it is lost, \
     or must be pulled first. Address ";
 
-/// Has the first touch of a segment that is not this process's write a message to standard error.
-/// The handlers that were installed before are called then, or the process ends by the signal.
+/// Installs signal handlers that write a message to standard error at the first invalid touch of a
+/// segment. Then the previous handlers run, or the signal ends the process.
 pub fn report_touches() {
     let signals = [libc::SIGSEGV, libc::SIGBUS];
     let is_first = AtomicBool::new(false);
-    BEFORE.get_or_init(|| {
+    PREVIOUS_ACTIONS.get_or_init(|| {
         is_first.store(true, Ordering::Relaxed);
         signals.map(|signal| {
             // SAFETY: an all-zero action is valid, and is written to only.
@@ -49,13 +49,13 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     // SAFETY: the kernel passes a valid info.
     let address = unsafe { (*info).si_addr() } as usize;
     let is_inside = (ARENA_START..ARENA_START + 2 * ARENA_BYTES).contains(&address);
-    if is_inside && !IS_TOLD.swap(true, Ordering::Relaxed) {
-        tell(if signal == libc::SIGSEGV { NOT_OWN } else { ELSEWHERE }, address);
+    if is_inside && !IS_REPORTED.swap(true, Ordering::Relaxed) {
+        write_line(if signal == libc::SIGSEGV { NOT_OWN } else { ELSEWHERE }, address);
     }
-    let before = BEFORE.get().map(|before| before[usize::from(signal == libc::SIGBUS)]);
+    let before = PREVIOUS_ACTIONS.get().map(|before| before[usize::from(signal == libc::SIGBUS)]);
     let (action, flags) = before.map_or((libc::SIG_DFL, 0), |before| (before.sa_sigaction, before.sa_flags));
     match action {
-        // The instruction is tried again, and then the signal has its usual effect.
+        // The instruction runs again, and then the signal has its default effect.
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: an all-zero action is the default one.
             unsafe { libc::sigaction(signal, &std::mem::zeroed(), std::ptr::null_mut()) };
@@ -74,8 +74,8 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     }
 }
 
-/// Writes a line without an allocation or a lock.
-fn tell(text: &[u8], address: usize) {
+/// Writes a line to standard error without an allocation or a lock.
+fn write_line(text: &[u8], address: usize) {
     let mut digits = *b"0x0000000000000000\n";
     for (at, digit) in digits[2..18].iter_mut().enumerate() {
         let nibble = address >> (60 - 4 * at) & 15;

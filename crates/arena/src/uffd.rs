@@ -1,4 +1,4 @@
-//! The requests to a userfaultfd of segments.
+//! The system calls on userfaultfds of segments, and on `/proc/self/pagemap`.
 
 use std::io;
 use std::ops::Range;
@@ -6,19 +6,21 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use aquifer_uffd::*;
 
-/// Events of `mremap`, by which armed mappings are moved fast; missing and minor faults of shared
-/// memory; poison.
+/// Features for serving faults: missing and minor faults of shared memory, poison, and events of
+/// `mremap`, with which a registered mapping can be moved fast.
 const FEATURES: u64 =
     UFFD_FEATURE_EVENT_REMAP | UFFD_FEATURE_MISSING_SHMEM | UFFD_FEATURE_MINOR_SHMEM | UFFD_FEATURE_POISON;
-/// Write-protection of shared memory, of pages that do not exist yet, and without messages.
-const FEATURES_OF_WRITES: u64 =
+/// Features for tracking writes: write-protection of shared memory, of pages that do not exist yet,
+/// and without messages.
+const WRITE_TRACKING_FEATURES: u64 =
     UFFD_FEATURE_WP_HUGETLBFS_SHMEM | UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_ASYNC;
-/// Flags that write-protect what is found, and fail unless writes are noted by the kernel.
+/// Flags of a scan that write-protects the pages which it finds, and that fails unless the kernel
+/// tracks writes.
 const SCAN_FLAGS: u64 = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
 
-/// Opens a userfaultfd for this process, by the device if it is given. With `refuses`, touches are
-/// SIGBUS instead of waiting.
-pub fn open(device: Option<BorrowedFd<'_>>, refuses: bool) -> io::Result<OwnedFd> {
+/// Opens a userfaultfd for this process, with `/dev/userfaultfd` if it is given. With
+/// `raises_sigbus`, the touch of a missing page raises SIGBUS instead of waiting.
+pub fn open(device: Option<BorrowedFd<'_>>, raises_sigbus: bool) -> io::Result<OwnedFd> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
     let fd = match device {
         // SAFETY: the request takes flags and returns a new descriptor.
@@ -31,15 +33,15 @@ pub fn open(device: Option<BorrowedFd<'_>>, refuses: bool) -> io::Result<OwnedFd
     }
     // SAFETY: the kernel has created it for this call.
     let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let features = if refuses { FEATURES | UFFD_FEATURE_SIGBUS } else { FEATURES };
+    let features = if raises_sigbus { FEATURES | UFFD_FEATURE_SIGBUS } else { FEATURES };
     let mut argument = uffdio_api { api: UFFD_API, features, ioctls: 0 };
     request(&uffd, UFFDIO_API, &raw mut argument)?;
     Ok(uffd)
 }
 
-/// Opens a userfaultfd by which the kernel notes writes.
-pub fn open_for_writes() -> io::Result<OwnedFd> {
-    // The kernel's own accesses are not served, so any user may ask for this.
+/// Opens a userfaultfd with which the kernel tracks writes.
+pub fn open_for_write_tracking() -> io::Result<OwnedFd> {
+    // Any user may have a userfaultfd that does not serve the kernel's own accesses.
     let flags = libc::O_CLOEXEC | UFFD_USER_MODE_ONLY;
     // SAFETY: the call takes flags and returns a new descriptor.
     let fd = unsafe { i32::try_from(libc::syscall(libc::SYS_userfaultfd, flags)).unwrap_or(-1) };
@@ -48,19 +50,19 @@ pub fn open_for_writes() -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has created it for this call.
     let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let mut argument = uffdio_api { api: UFFD_API, features: FEATURES_OF_WRITES, ioctls: 0 };
+    let mut argument = uffdio_api { api: UFFD_API, features: WRITE_TRACKING_FEATURES, ioctls: 0 };
     request(&uffd, UFFDIO_API, &raw mut argument)?;
     Ok(uffd)
 }
 
-/// Has writes to a range noted.
-pub fn register_writes(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
+/// Begins to track writes to a range.
+pub fn track_writes(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
     let mode = UFFDIO_REGISTER_MODE_WP;
     let mut argument = uffdio_register { range: range(address, bytes), mode, ioctls: 0 };
     request(uffd, UFFDIO_REGISTER, &raw mut argument)
 }
 
-/// Pages that were written.
+/// A range of pages that were written, in the layout of the kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WrittenRange {
@@ -70,20 +72,21 @@ pub struct WrittenRange {
 }
 
 impl WrittenRange {
-    /// The first address.
+    /// The first address of the range.
     pub fn start(&self) -> usize {
         usize::try_from(self.start).unwrap_or(usize::MAX)
     }
 
-    /// The address behind.
+    /// The address after the range.
     pub fn end(&self) -> usize {
         usize::try_from(self.end).unwrap_or(usize::MAX)
     }
 }
 
-/// Finds pages of addresses of this process that were written since they were found last, and
-/// returns how many ranges there are, and how far it has looked.
-pub fn look_for_writes(
+/// Finds the pages of `addresses` that were written since they were found last, and protects them
+/// again. Returns the number of `ranges` that were filled in, and the address at which the scan
+/// ended.
+pub fn scan_written(
     pagemap: BorrowedFd<'_>,
     addresses: Range<usize>,
     ranges: &mut [WrittenRange],
@@ -125,9 +128,9 @@ pub fn unregister(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()
     request(uffd, UFFDIO_UNREGISTER, &raw mut argument)
 }
 
-/// Maps pages whose bytes are in the file, and wakes those that wait for them. Returns how many
-/// bytes from the first on were mapped: fewer than `bytes` if the next page is mapped already, or
-/// cannot be.
+/// Maps pages whose bytes are in the file, and wakes the threads that wait for them. Returns the
+/// number of bytes from `address` on that were mapped: fewer than `bytes` if the next page is
+/// mapped already, or cannot be.
 pub fn resume(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<usize> {
     let mut argument = uffdio_continue { range: range(address, bytes), mode: 0, mapped: 0 };
     match (request(uffd, UFFDIO_CONTINUE, &raw mut argument), usize::try_from(argument.mapped)) {
@@ -136,19 +139,19 @@ pub fn resume(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<usize>
     }
 }
 
-/// Maps a page of zeros where the file has a hole, and wakes those that wait for it.
+/// Maps a page of zeros where the file has a hole, and wakes the threads that wait for it.
 pub fn fill_with_zeros(uffd: &OwnedFd, address: usize) -> io::Result<()> {
     let mut argument = uffdio_zeropage { range: range(address, 4096), mode: 0, zeropage: 0 };
     request(uffd, UFFDIO_ZEROPAGE, &raw mut argument)
 }
 
-/// Has each touch of a page end in SIGBUS.
+/// Marks a page as lost: each touch of it raises SIGBUS.
 pub fn poison(uffd: &OwnedFd, address: usize) -> io::Result<()> {
     let mut argument = uffdio_poison { range: range(address, 4096), mode: 0, updated: 0 };
     request(uffd, UFFDIO_POISON, &raw mut argument)
 }
 
-/// Wakes those that wait for pages, so that they touch them again.
+/// Wakes the threads that wait for pages, so that they touch the pages again.
 pub fn wake(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
     let mut argument = range(address, bytes);
     request(uffd, UFFDIO_WAKE, &raw mut argument)

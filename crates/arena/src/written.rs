@@ -1,6 +1,6 @@
-//! Which pages of a segment the program has written since the last look.
+//! Tracking of the pages of a segment that the program writes.
 //!
-//! The kernel write-protects pages, and notes a write by itself: no thread waits for another one.
+//! The kernel write-protects pages and records a write by itself: no thread waits for another one.
 
 use std::fs::File;
 use std::io;
@@ -11,13 +11,13 @@ use crate::arena::ArenaError;
 use crate::mapping::Mapping;
 use crate::uffd;
 
-/// Ranges of pages in one look.
+/// Maximum number of ranges of pages in one call of the kernel.
 const RANGES_MAX: usize = 256;
 
-/// Watches over the pages of a mapping.
+/// Tracks which pages of a mapping are written.
 ///
-/// Writes by devices into pages that were pinned before a look, such as registered buffers of
-/// `io_uring` or RDMA, are not noticed.
+/// Writes by devices into pages that were pinned before [`Self::drain_written`], such as registered
+/// buffers of `io_uring` or RDMA, are not noticed.
 #[derive(Debug)]
 pub struct WrittenPages {
     uffd: OwnedFd,
@@ -28,37 +28,38 @@ pub struct WrittenPages {
 }
 
 impl WrittenPages {
-    /// Begins to watch. All pages count as written until the first look.
+    /// Begins to track writes. All pages count as written until the first
+    /// [`Self::drain_written`].
     ///
     /// # Errors
-    /// If the kernel is older than Linux 6.7, or faults of the mapping are served otherwise.
+    /// If the kernel is older than Linux 6.7, or another userfaultfd serves faults of the mapping.
     pub fn watch(mapping: &Mapping<'_>) -> Result<Self, ArenaError> {
-        let failed = |source| ArenaError::System { what: "watch over the pages of a segment", source };
+        let failed = |source| ArenaError::System { what: "track writes to a segment", source };
         let (address, bytes) = (mapping.address(), mapping.bytes());
-        let uffd = uffd::open_for_writes().map_err(failed)?;
-        uffd::register_writes(&uffd, address, bytes).map_err(failed)?;
+        let uffd = uffd::open_for_write_tracking().map_err(failed)?;
+        uffd::track_writes(&uffd, address, bytes).map_err(failed)?;
         let pagemap = File::open("/proc/self/pagemap").map_err(failed)?;
         Ok(Self { uffd, pagemap, address, bytes })
     }
 
-    /// Tells which bytes of the segment are of pages that were written since the last look, in
-    /// order. From now on they are not.
+    /// Calls `found` with each range of bytes whose pages were written since the previous call, in
+    /// the order of addresses, and counts them as unwritten from now on.
     ///
     /// # Errors
-    /// If the mapping is gone. Then some pages may be forgotten.
-    pub fn look(&self, mut found: impl FnMut(Range<usize>)) -> Result<(), ArenaError> {
-        let failed = |source| ArenaError::System { what: "look which pages were written", source };
+    /// If the mapping is gone. Then some written pages may never be reported.
+    pub fn drain_written(&self, mut found: impl FnMut(Range<usize>)) -> Result<(), ArenaError> {
+        let failed = |source| ArenaError::System { what: "find the pages that were written", source };
         let end = self.address + self.bytes;
         let mut at = self.address;
         let mut ranges = [uffd::WrittenRange::default(); RANGES_MAX];
         while at < end {
             let (len, next) =
-                uffd::look_for_writes(self.pagemap.as_fd(), at..end, &mut ranges).map_err(failed)?;
+                uffd::scan_written(self.pagemap.as_fd(), at..end, &mut ranges).map_err(failed)?;
             for range in &ranges[..len] {
                 found(range.start() - self.address..range.end() - self.address);
             }
             if next <= at {
-                return Err(failed(io::Error::other("the kernel did not go on")));
+                return Err(failed(io::Error::other("the scan of the kernel made no progress")));
             }
             at = next;
         }
@@ -67,9 +68,9 @@ impl WrittenPages {
 }
 
 impl Drop for WrittenPages {
-    /// Ends the watch. Otherwise a move of the mapping would move page by page.
+    /// Ends the tracking. Otherwise a move of the mapping would move page by page.
     fn drop(&mut self) {
-        // It may be another mapping by now, if the segment was taken from the program.
+        // If the segment was revoked, another mapping is at the addresses, and the call fails.
         let _has_ended = uffd::unregister(&self.uffd, self.address, self.bytes);
     }
 }

@@ -1,4 +1,4 @@
-//! Errors of the client. Each is a sentence for the person who runs the program.
+//! Errors of the client. The texts are sentences for the user of the program.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -35,13 +35,13 @@ pub(crate) fn connect_with_timeout(path: &Path, timeout: Duration) -> Result<Own
         .map_err(|source| NoAgent { path: path.to_owned(), source })
 }
 
-/// Why a call failed.
+/// The error of a call on a session.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No agent listens at the socket.
     #[error(transparent)]
     NoAgent(#[from] NoAgent),
-    /// The agent opens no session.
+    /// The agent refused to open a session, for this reason.
     #[error("the agent refused to open a session: {0}")]
     Refused(String),
     /// The agent's answer to the request for a session is not a frame.

@@ -1,9 +1,9 @@
 //! Segments: memory at fixed addresses that moves to another process with the data structures in
 //! it (RAMP).
 //!
-//! A process of a user has a name, under which other processes of the user hand segments over to
-//! it, on this host or on another one of the cluster. Pointers within a segment stay valid. The
-//! owner works on plain memory; after a hand-over the pages follow on touch and ahead of it.
+//! A process of a user has a name. Other processes of the user, on this host or on another one of
+//! the cluster, hand segments over to that name. Pointers within a segment stay valid. The owner
+//! works on plain memory; after a hand-over its agent pulls the pages on touch and ahead of it.
 //!
 //! ```no_run
 //! # use aquifer_client::segments::{Process, Pulling};
@@ -21,9 +21,10 @@
 //! # }
 //! ```
 //!
-//! A forked child has no access to the segments of its parent.
-//! A process keeps no descriptor of a segment. One that maps it by other means could go on writing
-//! to it after a hand-over to a process of the same host: processes of one user trust each other.
+//! A forked child has no access to the segments of its parent. A process keeps no descriptor of a
+//! segment. A process that maps a segment by other means could still write to it after a hand-over
+//! to a process of the same host. This is not prevented, because processes of one user trust each
+//! other.
 
 mod connections;
 mod copies;
@@ -46,20 +47,20 @@ use aquifer_channel::paths::agent_socket;
 pub use aquifer_copies::{CopyError, Synced};
 use copies::SyncState;
 pub use copies::free_copies;
-use link::{Line, Link};
+use link::{AgentLink, AgentSocket};
 
 use crate::error::NoAgent;
 
-/// Why a call failed.
+/// The error of a call on segments.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No agent listens.
+    /// No agent listens at the socket.
     #[error(transparent)]
     NoAgent(#[from] NoAgent),
     /// The process is a forked child of the process that opened the name.
     #[error("the segments belong to the process that this one was forked from: open another name")]
     Forked,
-    /// The agent cannot do it, for this reason.
+    /// The call failed for this reason.
     #[error("{0}")]
     Failed(String),
     /// The agent has ended, or is of another build.
@@ -68,86 +69,86 @@ pub enum Error {
     /// The agent has ended.
     #[error("the agent has ended: {0}")]
     Gone(io::Error),
-    /// The system refused.
+    /// A system call on the connections to the agent failed.
     #[error("cannot watch over the agent: {0}")]
     System(io::Error),
-    /// The agent answered something else.
+    /// The agent's answer does not fit the call.
     #[error("the agent's answer is not valid: it is of another build")]
     Answer,
     /// The segment cannot be mapped.
     #[error(transparent)]
     Arena(#[from] ArenaError),
-    /// It cannot be copied to memory nodes, or restored.
+    /// The segment cannot be copied to memory nodes, or not be restored.
     #[error(transparent)]
     Copies(#[from] CopyError),
-    /// A host has the segment, or had it a short time ago.
+    /// A host has the segment, or the grace time of its last host has not ended.
     #[error("segment {0} cannot be restored: a host has it, or it was not away for its grace time yet")]
     Owned(u64),
-    /// There is no memory for what is restored.
+    /// The restored bytes cannot be written to the memory of the segment.
     #[error("no memory for a segment: {0}")]
     Memory(io::Error),
 }
 
-/// How the pages of a segment come that are elsewhere.
+/// Selects when the missing pages of a segment are pulled from other hosts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pulling {
     /// On touch, and ahead of it.
     Ahead,
-    /// On touch only: what is never touched stays where it is.
+    /// On touch only: pages that are never touched stay at the other hosts.
     OnTouch,
-    /// By [`Segment::pull`] only. A touch of a page that is not here is SIGBUS.
+    /// By [`Segment::pull`] only. A touch of a missing page raises SIGBUS.
     Explicit,
 }
 
-/// This process, as others hand segments over to it.
+/// The registration of this process under a name, with which it owns and receives segments.
 ///
-/// If the agent ends, its next process takes over, and calls wait for it. If none comes in time,
-/// the segments are lost, and touches of them are SIGSEGV.
+/// If the agent is restarted, calls wait for the next agent. If no agent answers within the grace
+/// time, the segments are lost, and a touch of them raises SIGSEGV.
 #[derive(Debug)]
 pub struct Process {
-    /// The process that opened the name, and not one that was forked from it.
+    /// The id of the process that opened the name. A forked child has another id.
     owner: u32,
     arena: Arena,
-    link: Arc<Link>,
+    link: Arc<AgentLink>,
 }
 
 impl Process {
-    /// Opens this process under a name, which no other process of the user has, at the agent of
-    /// this host. A process has one name.
+    /// Registers this process at the agent of this host, under a name that no other process of the
+    /// user has. A process can have only one name.
     ///
     /// # Errors
-    /// If no agent answers, the name is taken, or the addresses for segments are in use.
+    /// If no agent answers, the name is in use, or the addresses for segments are in use.
     pub fn open(name: &str) -> Result<Self, Error> {
         Self::open_at(&agent_socket(), name)
     }
 
-    /// As [`Self::open`], at the agent with this socket.
+    /// Registers this process as [`Self::open`], at the agent with this socket.
     ///
     /// # Errors
-    /// Those of [`Self::open`].
+    /// As [`Self::open`].
     pub fn open_at(agent: &Path, name: &str) -> Result<Self, Error> {
         let arena = Arena::reserve()?;
         report_touches();
-        let link = Link::open(agent, name)?;
+        let link = AgentLink::open(agent, name)?;
         Ok(Self { owner: std::process::id(), arena, link })
     }
 
-    /// Allocates a segment of `bytes` bytes, whole pages, all zeros. Its number is new among the
-    /// user's segments.
+    /// Allocates a segment of `bytes` zero bytes, whole pages. No other segment of the user may
+    /// have the number `id`.
     ///
     /// # Errors
-    /// If there is one of this number, the length is not possible, or the user has too much.
+    /// If the number is in use, the length is invalid, or the user has too many segments.
     pub fn allocate(&self, id: u64, bytes: u64) -> Result<Segment<'_>, Error> {
         self.check_owner()?;
-        self.link.ask_and(
-            Line::Calls,
+        self.link.ask_then(
+            AgentSocket::Calls,
             |_| Call::Allocate { id, bytes },
             |answer, fds, _| self.map(&answer, fds.into_iter().next()),
         )
     }
 
     /// Waits for a segment that is handed over to this process, or that an earlier process of this
-    /// name has left. `None` if there is none in time.
+    /// name has left. Returns `None` after `timeout`.
     ///
     /// # Errors
     /// If the agent has ended, or the segment cannot be mapped.
@@ -159,10 +160,10 @@ impl Process {
     }
 
     /// Waits for a segment, as [`Self::receive`] does, or for a request to hand one over
-    /// (`aquifer segment move`). `None` if there is neither in time.
+    /// (`aquifer segment move`). Returns `None` after `timeout`.
     ///
     /// # Errors
-    /// Those of [`Self::receive`].
+    /// As [`Self::receive`].
     pub fn next_event(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Event<'_>>, Error> {
         self.await_event(pulling, timeout, true)
     }
@@ -179,7 +180,7 @@ impl Process {
             let left = timeout.saturating_sub(began.elapsed());
             Call::Receive { timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX), requests }
         };
-        self.link.ask_and(Line::Arrivals, call, |answer, fds, arrivals| {
+        self.link.ask_then(AgentSocket::Arrivals, call, |answer, fds, arrivals| {
             let (id, is_partial) = match answer {
                 Answer::Segment { id, is_partial, .. } => (id, is_partial),
                 Answer::Nothing => return Ok(None),
@@ -189,7 +190,7 @@ impl Process {
             let mut fds = fds.into_iter();
             let segment = self.map(&answer, fds.next())?;
             if is_partial {
-                let touch = if pulling == Pulling::Explicit { Touch::IsRefused } else { Touch::Waits };
+                let touch = if pulling == Pulling::Explicit { Touch::RaisesSigbus } else { Touch::Waits };
                 let device = fds.next();
                 let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
                 self.link.serve(id, uffd, pulling == Pulling::Ahead, arrivals)?;
@@ -198,7 +199,7 @@ impl Process {
         })
     }
 
-    /// The segments of the user that processes of this host own.
+    /// Lists the segments of the user that processes of this host own.
     ///
     /// # Errors
     /// If the agent has ended.
@@ -219,13 +220,14 @@ impl Process {
         }
     }
 
+    /// Maps the segment of an [`Answer::Segment`].
     fn map(&self, answer: &Answer, file: Option<OwnedFd>) -> Result<Segment<'_>, Error> {
         let Answer::Segment { id, address, bytes, tenure, .. } = *answer else {
             return Err(error_of(answer.clone()));
         };
         let file = file.ok_or(Error::Answer)?;
         let as_size = |value: u64| usize::try_from(value).map_err(|_| Error::Answer);
-        self.link.hold(id, as_size(address)?, as_size(bytes)?, tenure)?;
+        self.link.reserve(id, as_size(address)?, as_size(bytes)?, tenure)?;
         let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)
             .map_err(Error::from)
             .and_then(|mapping| self.link.confirm(id).map(|()| mapping));
@@ -238,7 +240,8 @@ impl Process {
         Ok(self.link.ask(|_| call.clone())?.0)
     }
 
-    /// To be called before a lock: another thread may have held it when a child was forked.
+    /// Returns an error in a forked child. Must be called before any lock is taken, because another
+    /// thread may have held the lock at the time of the fork.
     fn check_owner(&self) -> Result<(), Error> {
         if self.owner == std::process::id() { Ok(()) } else { Err(Error::Forked) }
     }
@@ -252,27 +255,28 @@ impl Drop for Process {
     }
 }
 
-/// What happens to a process.
+/// An event for a process.
 #[derive(Debug)]
 pub enum Event<'a> {
-    /// A segment was handed over to it.
+    /// A segment was handed over to the process.
     Arrived(Segment<'a>),
-    /// It is wanted to hand a segment over: to connect and to transfer when it can.
+    /// A request to hand a segment over. The process calls [`Segment::connect`] and
+    /// [`Segment::transfer`] when it can.
     Asked {
         /// The number of the segment.
         id: u64,
-        /// The process that is to have it.
+        /// The name of the process that is to receive it.
         process: String,
     },
 }
 
 /// A segment that this process owns.
 ///
-/// Dropping it unmaps it; this process, or the next one of its name, gets it again when it opens.
+/// Dropping it unmaps the segment. This process, or the next one of its name, can receive it again.
 #[derive(Debug)]
 pub struct Segment<'a> {
     process: &'a Process,
-    /// After the first sync. It ends before the mapping.
+    /// The state of syncs; `None` before the first one. Must be dropped before the mapping.
     sync: Mutex<Option<Box<SyncState>>>,
     mapping: Mapping<'a>,
     id: u64,
@@ -286,54 +290,54 @@ impl Drop for Segment<'_> {
     }
 }
 
-/// A hand-over that did not take place.
+/// The error of a hand-over.
 #[derive(Debug)]
 pub struct TransferFailure<'a> {
-    /// The segment, if this process still owns it. Otherwise the agent finds out whether it has
-    /// arrived; if it has not, this process receives it again.
+    /// The segment, if this process still owns it. If `None`, the agent finds out whether the
+    /// segment has arrived; if it has not, this process receives it again.
     pub segment: Option<Segment<'a>>,
-    /// Why.
+    /// The reason of the failure.
     pub error: Error,
 }
 
 impl<'a> Segment<'a> {
-    /// Its number.
+    /// The number of the segment.
     #[must_use]
     pub const fn id(&self) -> u64 {
         self.id
     }
 
-    /// Its bytes as words. A touch of a page that is elsewhere waits, or is SIGBUS with
+    /// The memory of the segment as words. A touch of a missing page waits, or raises SIGBUS with
     /// [`Pulling::Explicit`].
     #[must_use]
     pub fn words(&self) -> &[AtomicU64] {
         self.mapping.words()
     }
 
-    /// Its first address, the same in every process that owns it.
+    /// The first address of the segment, the same in every process that owns it.
     #[must_use]
     pub fn address(&self) -> usize {
         self.mapping.address()
     }
 
-    /// Its length in bytes.
+    /// The length of the segment in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.mapping.words().len() * 8
     }
 
-    /// Prepares a hand-over to another process of the user: all that is slow.
+    /// Prepares a hand-over to another process of the user: the slow part of it.
     ///
     /// # Errors
-    /// If there is no such process, or it is not prepared.
+    /// If there is no such process, or it cannot be prepared.
     pub fn connect(&self, process: &str) -> Result<(), Error> {
         if let Some(state) = &mut *self.sync.lock() {
-            state.end_watch();
+            state.stop_tracking();
         }
         self.call(&Call::Connect { id: self.id, process: process.to_owned() })
     }
 
-    /// Takes [`Self::connect`] back.
+    /// Cancels [`Self::connect`].
     ///
     /// # Errors
     /// If the agent has ended.
@@ -341,13 +345,13 @@ impl<'a> Segment<'a> {
         self.call(&Call::Abort { id: self.id })
     }
 
-    /// Hands the segment over to the process to which it is connected. From the call on, each touch
-    /// by this process is SIGSEGV.
+    /// Hands the segment over to the process of [`Self::connect`]. From the call on, each touch by
+    /// this process raises SIGSEGV.
     ///
     /// # Errors
-    /// The segment if it is still this process's, and why.
+    /// The reason, and the segment if this process still owns it.
     pub fn transfer(mut self) -> Result<(), TransferFailure<'a>> {
-        // A mapping that is watched over moves page by page.
+        // The kernel moves a mapping with tracked writes page by page, which is slow.
         self.sync.get_mut().take();
         if let Err(error) = self.mapping.withdraw() {
             return Err(TransferFailure { segment: Some(self), error: error.into() });
@@ -369,7 +373,7 @@ impl<'a> Segment<'a> {
         Err(TransferFailure { segment: None, error })
     }
 
-    /// Pulls the pages with these bytes, if they are elsewhere.
+    /// Pulls the missing pages of a range of bytes.
     ///
     /// # Errors
     /// If the range is not inside the segment, or a page is lost.
@@ -377,8 +381,8 @@ impl<'a> Segment<'a> {
         self.call(&Call::Pull { id: self.id, offset, bytes })
     }
 
-    /// Waits until all pages are here. Then no other host has a part in the segment, and each touch
-    /// is one of plain memory.
+    /// Pulls all missing pages, and waits for them. Afterwards the segment needs no other host, and
+    /// each touch is one of plain memory.
     ///
     /// # Errors
     /// If a page is lost.
@@ -386,8 +390,8 @@ impl<'a> Segment<'a> {
         self.call(&Call::Close { id: self.id })
     }
 
-    /// Gives up what is elsewhere: from now on, touches of pages that are not here are SIGBUS, at
-    /// any later owner as well. Then no other host has a part in the segment.
+    /// Discards all missing pages, so that the segment needs no other host. From now on a touch of
+    /// such a page raises SIGBUS, at later owners as well.
     ///
     /// # Errors
     /// If the agent has ended.
@@ -395,10 +399,11 @@ impl<'a> Segment<'a> {
         self.call(&Call::Discard { id: self.id })
     }
 
-    /// Frees the segment, with its copies.
+    /// Frees the segment with its copies.
     ///
     /// # Errors
-    /// The segment is unmapped in any case; the agent may still have it.
+    /// If the agent or a node fails. The segment is unmapped in any case; the agent may still have
+    /// it.
     pub fn deallocate(self) -> Result<(), Error> {
         let (process, id) = (self.process, self.id);
         drop(self);

@@ -69,16 +69,16 @@ impl ExtentSize {
         }
     }
 
-    /// The extent that an answer to [`Self::request`] names.
+    /// Returns the extent of an answer to [`Self::request`].
     fn extent(self, answer: RingAnswer) -> Result<Extent, Error> {
         Error::of(answer.status).map_or(Ok(Extent { name: answer.extent, sections: self.sections }), Err)
     }
 }
 
 impl Extent {
-    /// The extent with these properties, which another program of the same user has allocated.
+    /// Makes an extent with these properties, which another program of the same user allocated.
     ///
-    /// Whether it exists is checked when it is used.
+    /// Reads and writes fail if it does not exist.
     ///
     /// # Errors
     /// [`Error::Size`] if no extent has this size.
@@ -91,37 +91,37 @@ impl Extent {
         if extent.bytes() == bytes { Ok(extent) } else { Err(Error::Size { bytes }) }
     }
 
-    /// The number of its memory node.
+    /// The number of the extent's memory node.
     #[must_use]
     pub const fn node(&self) -> u16 {
         self.name.node
     }
 
-    /// Its address in the node's region.
+    /// The address of the extent in the node's region.
     #[must_use]
     pub const fn addr(&self) -> u64 {
         self.name.addr
     }
 
-    /// The key that opens it to programs of its user.
+    /// The key with which programs of the user access the extent.
     #[must_use]
     pub const fn key(&self) -> u32 {
         self.name.key
     }
 
-    /// Its size: 4 KiB · 2^k up to 2 MiB, or a multiple of 2 MiB.
+    /// The size of the extent in bytes: 4 KiB · 2^k up to 2 MiB, or a multiple of 2 MiB.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         (MIN_EXTENT_BYTES << (self.name.class % 32)) * self.sections as u64
     }
 
-    /// The names by which the agent knows it: one for each section.
+    /// The names of the extent in requests to the agent: one for each section.
     fn names(&self) -> impl Iterator<Item = ExtentName> + use<> {
         let extent = *self;
         (0..self.sections).map(move |section| extent.name_at(u64::from(section) * SECTION_BYTES))
     }
 
-    /// For each of [`Self::names`], its size and whether it is the first.
+    /// The size of each section of [`Self::names`], and whether it is the first one.
     fn parts(&self) -> impl Iterator<Item = (u64, bool)> + use<> {
         let bytes = self.bytes() / u64::from(self.sections.max(1));
         (0..self.sections).map(move |section| (bytes, section == 0))
@@ -243,7 +243,7 @@ impl Session {
     /// Allocates `count` extents of one size, or none. Faster than one by one.
     ///
     /// # Errors
-    /// Those of [`Self::allocate`].
+    /// As [`Self::allocate`].
     pub fn allocate_many(&mut self, bytes: u64, count: usize) -> Result<Vec<Extent>, Error> {
         let size = ExtentSize::of(bytes)?;
         let mut extents = Vec::with_capacity(count.min(1 << 20));

@@ -4,10 +4,10 @@ use aquifer_ipc::ring::{RingAnswer, RingStatus};
 
 use crate::session::Extent;
 
-/// What a session has allocated, and what it has done since it was opened.
+/// Counts of a session since it was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Statistics {
-    /// Bytes of the allocated extents.
+    /// Bytes of the extents that are allocated now.
     pub bytes: u64,
     /// Extents that were allocated.
     pub allocated: u64,
@@ -20,7 +20,7 @@ pub struct Statistics {
     /// Requests to the agent: one for each allocated extent, for each freed extent of up to 2 MiB
     /// or section of a larger one, and for each piece that was read or written.
     pub requests: u64,
-    /// Times that the program slept because an answer took more than about 50 µs.
+    /// Number of times that the program slept because an answer took more than about 50 µs.
     pub sleeps: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The allocator as containers keep it.
+//! The allocator of a segment, with the interface that containers need.
 
 use std::alloc::Layout;
 use std::ptr::NonNull;
@@ -7,12 +7,12 @@ use allocator_api2::alloc::{AllocError, Allocator};
 
 use crate::heap::SegmentHeap;
 
-/// The segment is full.
+/// Error: the segment has no memory for an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the segment is full")]
 pub struct SegmentFull;
 
-/// Allocates in a segment. Each container has one, and can be asked for it.
+/// Allocates memory in a segment. Each container has a copy, and returns it by `allocator`.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentAllocator(pub(crate) SegmentHeap);
 
@@ -22,8 +22,8 @@ impl From<SegmentHeap> for SegmentAllocator {
     }
 }
 
-// SAFETY: memory that the heap has allocated stays until it is freed, wherever the allocator is
-// moved, and all copies of it are of the same heap.
+// SAFETY: memory that the heap has allocated stays valid until it is freed, wherever the allocator
+// is moved, and all copies of an allocator refer to the same heap.
 unsafe impl Allocator for SegmentAllocator {
     fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
         if layout.size() == 0 {
@@ -36,7 +36,7 @@ unsafe impl Allocator for SegmentAllocator {
 
     unsafe fn deallocate(&self, memory: NonNull<u8>, layout: Layout) {
         if layout.size() > 0 {
-            // SAFETY: the caller says that the heap has allocated it.
+            // SAFETY: the caller guarantees that the heap has allocated the memory.
             unsafe { self.0.free(memory, layout.align()) }
         }
     }
@@ -49,14 +49,15 @@ unsafe impl Allocator for SegmentAllocator {
     ) -> Result<NonNull<[u8]>, AllocError> {
         if old.size() == 0 || old.align() != new.align() {
             let grown = self.allocate(new)?;
-            // SAFETY: both are at least as long as the old layout, and apart.
+            // SAFETY: both are at least as long as the old layout, and do not overlap.
             unsafe {
                 std::ptr::copy_nonoverlapping(memory.as_ptr(), grown.cast::<u8>().as_ptr(), old.size());
                 self.deallocate(memory, old);
             }
             return Ok(grown);
         }
-        // SAFETY: the caller says that the heap has allocated it, with this alignment.
+        // SAFETY: the caller guarantees that the heap has allocated the memory, with this
+        // alignment.
         let grown = unsafe { self.0.resize(memory, new) }.ok_or(AllocError)?;
         Ok(NonNull::slice_from_raw_parts(grown, new.size()))
     }

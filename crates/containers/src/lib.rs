@@ -1,8 +1,8 @@
-//! Containers in segments: maps, vectors and texts that move between processes, with all that is in
-//! them, by one message (RAMP §2).
+//! Containers in segments: maps, vectors and texts that move between processes, with all of their
+//! contents, by one message (RAMP §2).
 //!
 //! A segment with containers has an allocator, a root, and a description of the root's type. All
-//! of it lies in the segment, so another process goes on with it.
+//! three are in the segment, so another process can continue to use them.
 //!
 //! ```no_run
 //! # use aquifer_client::segments::{Process, Pulling};
@@ -19,20 +19,21 @@
 //!
 //! // And in the other process:
 //! let process = Process::open("second")?;
-//! let patience = Duration::from_secs(10);
-//! let words = Owned::<Map<Text, u64>>::receive(&process, Pulling::Ahead, patience)?;
+//! let timeout = Duration::from_secs(10);
+//! let words = Owned::<Map<Text, u64>>::receive(&process, Pulling::Ahead, timeout)?;
 //! assert_eq!(words.expect("it was handed over").get("water"), Some(&1));
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! *Any type* that is [`Migratable`] can be in a segment: one that has no pointer out of it. Both
-//! processes must be built by the same compiler, with the same version of this crate and of their
-//! types; otherwise the segment is refused by name.
+//! Any type that is [`Migratable`] can be in a segment: a type without pointers to memory outside
+//! of the segment. Both processes must be built by the same compiler, with the same version of this
+//! crate and of their types. Otherwise opening the segment fails, with both descriptions in the
+//! error.
 //!
-//! A segment that is full is an error of the call, and never ends the process. If a process dies,
-//! the next one of its name finds the containers as they were left, perhaps in the middle of a
-//! change.
+//! If the segment is full, the call returns an error; the process does not end. If a process dies,
+//! the next one of its name receives the containers as they were at that moment, possibly in the
+//! middle of a change.
 
 mod allocator;
 mod heap;

@@ -9,16 +9,16 @@ use hashbrown::HashMap;
 
 use crate::allocator::{SegmentAllocator, SegmentFull};
 
-/// A hash map in a segment. Its hash function has a random seed, which lies in the segment.
+/// A hash map in a segment. The random seed of its hash function is in the segment, too.
 ///
-/// The table always has memory of its own: hashbrown's empty table is in the program's memory,
-/// which another process has elsewhere.
+/// The table always has memory in the segment: hashbrown's empty table is a static of the program,
+/// at another address in each process.
 pub struct Map<K, V> {
     table: HashMap<K, V, FixedState, SegmentAllocator>,
 }
 
 impl<K: Eq + Hash, V> Map<K, V> {
-    /// An empty map.
+    /// Creates an empty map.
     ///
     /// # Errors
     /// If the segment is full.
@@ -26,7 +26,7 @@ impl<K: Eq + Hash, V> Map<K, V> {
         Self::with_capacity(allocator, 1)
     }
 
-    /// An empty map with room for so many keys.
+    /// Creates an empty map with room for `keys` keys.
     ///
     /// # Errors
     /// If the segment is full.
@@ -37,25 +37,25 @@ impl<K: Eq + Hash, V> Map<K, V> {
         Ok(Self { table })
     }
 
-    /// The allocator of its segment.
+    /// The allocator of the map's segment.
     #[must_use]
     pub fn allocator(&self) -> SegmentAllocator {
         *self.table.allocator()
     }
 
-    /// Number of keys.
+    /// Returns the number of keys.
     #[must_use]
     pub fn len(&self) -> usize {
         self.table.len()
     }
 
-    /// Whether there is no key.
+    /// Whether the map has no keys.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.table.is_empty()
     }
 
-    /// Inserts a key, or replaces its value. Returns the value that it had.
+    /// Inserts a key, or replaces its value. Returns the previous value.
     ///
     /// # Errors
     /// If the segment is full. Then nothing is changed.
@@ -64,7 +64,7 @@ impl<K: Eq + Hash, V> Map<K, V> {
         Ok(self.table.insert(key, value))
     }
 
-    /// The value of a key, which is inserted first if it is not there.
+    /// Returns the value of a key. Inserts the key with `value` first if it is missing.
     ///
     /// # Errors
     /// If the segment is full, or `value` fails. Then nothing is changed.
@@ -80,7 +80,7 @@ impl<K: Eq + Hash, V> Map<K, V> {
         }
     }
 
-    /// The value of a key.
+    /// Returns the value of a key.
     pub fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<&V>
     where
         K: Borrow<Q>,
@@ -88,7 +88,7 @@ impl<K: Eq + Hash, V> Map<K, V> {
         self.table.get(key)
     }
 
-    /// The value of a key, to be changed.
+    /// Returns a mutable reference to the value of a key.
     pub fn get_mut<Q: Hash + Eq + ?Sized>(&mut self, key: &Q) -> Option<&mut V>
     where
         K: Borrow<Q>,
@@ -96,7 +96,7 @@ impl<K: Eq + Hash, V> Map<K, V> {
         self.table.get_mut(key)
     }
 
-    /// Removes a key. Returns its value.
+    /// Removes a key, and returns its value.
     pub fn remove<Q: Hash + Eq + ?Sized>(&mut self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
@@ -104,22 +104,22 @@ impl<K: Eq + Hash, V> Map<K, V> {
         self.table.remove(key)
     }
 
-    /// Keeps the keys for which `keeps` is true.
+    /// Removes the keys for which `keeps` returns false.
     pub fn retain(&mut self, keeps: impl FnMut(&K, &mut V) -> bool) {
         self.table.retain(keeps);
     }
 
-    /// Removes all keys. The memory of the table stays.
+    /// Removes all keys. Keeps the memory of the table.
     pub fn clear(&mut self) {
         self.table.clear();
     }
 
-    /// The keys and values, in no particular order.
+    /// Iterates over the keys and values, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.table.iter()
     }
 
-    /// The keys and values, to be changed.
+    /// Iterates over the keys and mutable references to the values.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = (&K, &mut V)> {
         self.table.iter_mut()
     }

@@ -1,4 +1,4 @@
-//! Types that may lie in a segment.
+//! The trait of types whose values may be in a segment, and descriptions of their layout.
 
 use std::fmt::Write as _;
 
@@ -8,29 +8,30 @@ use crate::ordered_map::OrderedMap;
 use crate::text::Text;
 use crate::vector::Vector;
 
-/// A type that may lie in a segment.
+/// A type whose values may be in a segment.
 ///
 /// # Safety
-/// A value has no pointer to memory outside of its segment, directly or in what it owns: no `Box`,
-/// `Rc`, `Vec` or `String` of the global allocator, no reference, no `dyn` and no function. It has
-/// no meaning in one process only, such as a descriptor or a thread. What [`Self::describe`] writes
-/// is the same in two programs only if values of one are values of the other.
+/// A value must have no pointer to memory outside of its segment, directly or in the values that it
+/// owns: no `Box`, `Rc`, `Vec` or `String` of the global allocator, no reference, no `dyn` and no
+/// function. It must not refer to something of one process, such as a descriptor or a thread. Two
+/// programs in which [`Self::describe`] writes the same text must be able to use each other's
+/// values.
 ///
-/// [`migratable!`](crate::migratable!) defines a struct and does this for it.
+/// [`migratable!`](crate::migratable!) defines a struct and implements this trait for it.
 pub unsafe trait Migratable {
-    /// Writes down how values lie in memory.
+    /// Writes a description of the memory layout of values.
     fn describe(description: &mut Description);
 }
 
-/// How the values of a type lie in memory, as a text: two programs that have the same text can hand
-/// its values over to each other.
+/// A text that describes the memory layout of a type. Two programs with the same text can hand over
+/// values of the type to each other.
 #[derive(Debug)]
 pub struct Description {
     text: String,
 }
 
 impl Description {
-    /// The description of a type, with the compiler and the versions of what lies in a segment.
+    /// Returns the description of a type, with the versions of this crate and of the compiler.
     #[must_use]
     pub fn of<T: Migratable>() -> String {
         let mut description = Self { text: String::new() };
@@ -38,7 +39,7 @@ impl Description {
         Self::of_text(&description.text)
     }
 
-    /// The description of what another language says about its type.
+    /// Returns the description of a type of another language, which `text` describes.
     #[must_use]
     pub fn of_text(text: &str) -> String {
         let arch = std::env::consts::ARCH;
@@ -46,12 +47,12 @@ impl Description {
         format!("{text} (aquifer {version}, {rustc}, {arch})")
     }
 
-    /// Writes a name with the size and alignment of the type.
+    /// Writes a name, with the size and alignment of the type.
     pub fn type_named<T>(&mut self, name: &str) {
         let _ = write!(self.text, "{name}:{}/{}", size_of::<T>(), align_of::<T>());
     }
 
-    /// Writes the description of a type of which the described one consists.
+    /// Writes the description of a component type.
     pub fn part<T: Migratable>(&mut self) {
         self.text.push('<');
         T::describe(self);
@@ -68,7 +69,7 @@ impl Description {
 macro_rules! plain {
     ($($type:ty),*) => {
         $(
-            // SAFETY: it is a number, and has no pointer.
+            // SAFETY: a primitive type has no pointer.
             unsafe impl Migratable for $type {
                 fn describe(description: &mut Description) {
                     description.type_named::<Self>(stringify!($type));
@@ -83,7 +84,7 @@ plain!(u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize, f32, f64,
 macro_rules! composed {
     ($($type:ty = $name:literal where $($part:ident),*;)*) => {
         $(
-            // SAFETY: it consists of values of these types, and of memory of its segment.
+            // SAFETY: a value consists of values of these types, and of memory of its segment.
             unsafe impl<$($part: Migratable),*> Migratable for $type {
                 fn describe(description: &mut Description) {
                     description.type_named::<Self>($name);
@@ -103,7 +104,7 @@ composed! {
     OrderedMap<K, V> = "ordered-map" where K, V;
 }
 
-// SAFETY: it consists of values of this type.
+// SAFETY: an array consists of values of this type.
 unsafe impl<T: Migratable, const N: usize> Migratable for [T; N] {
     fn describe(description: &mut Description) {
         description.type_named::<Self>("array");
@@ -111,31 +112,31 @@ unsafe impl<T: Migratable, const N: usize> Migratable for [T; N] {
     }
 }
 
-// SAFETY: its bytes are in its segment.
+// SAFETY: the bytes of a text are in its segment.
 unsafe impl Migratable for Text {
     fn describe(description: &mut Description) {
         description.type_named::<Self>("text");
     }
 }
 
-// SAFETY: it is the address of the header of its segment.
+// SAFETY: an allocator is the address of the header of its segment.
 unsafe impl Migratable for SegmentAllocator {
     fn describe(description: &mut Description) {
         description.type_named::<Self>("allocator");
     }
 }
 
-/// Defines a struct that may lie in a segment, of fields that may. The number is its version: it
-/// changes when the meaning of a field does.
+/// Defines a [`Migratable`] struct; all fields must be [`Migratable`]. The number is the version of
+/// the struct: change it when the meaning of a field changes.
 ///
 /// ```
 /// aquifer_containers::migratable! {
 ///     /// A counter.
 ///     #[derive(Debug)]
 ///     pub struct Counter: 1 {
-///         /// How often it was counted.
+///         /// The number of hits.
 ///         pub hits: u64,
-///         /// The clients that have counted.
+///         /// The clients that have incremented it.
 ///         pub by: aquifer_containers::Vector<u32>,
 ///     }
 /// }
@@ -156,7 +157,8 @@ macro_rules! migratable {
             $($(#[$field_attribute])* $field_visibility $field: $type,)*
         }
 
-        // SAFETY: all its fields are migratable, or it does not compile, and they lie as described.
+        // SAFETY: each field is migratable, which the compiler checks, and is described with its
+        // offset.
         unsafe impl $crate::Migratable for $name {
             fn describe(description: &mut $crate::Description) {
                 description.type_named::<Self>(concat!(stringify!($name), ".", stringify!($version)));

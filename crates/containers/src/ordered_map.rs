@@ -1,17 +1,17 @@
-//! A map in a segment that has its keys in their order.
+//! An ordered map in a segment.
 
 use std::borrow::Borrow;
 
 use crate::allocator::{SegmentAllocator, SegmentFull};
 use crate::vector::Vector;
 
-/// Most keys that are in one piece.
+/// Maximum number of keys of a chunk.
 const CHUNK_KEYS_MAX: usize = 64;
-/// A chunk with fewer is joined with its neighbour if there is room.
+/// Number of keys below which a chunk is merged with the next one, if both fit into half a chunk.
 const CHUNK_KEYS_MIN: usize = 16;
 
-/// A map that has its keys in their order: a vector of chunks, none of them empty. A lookup is a
-/// binary search for the chunk and one in it.
+/// An ordered map in a segment: a vector of chunks with the keys in order. No chunk is empty. A
+/// lookup is a binary search for the chunk, and another one in it.
 #[derive(Debug)]
 pub struct OrderedMap<K, V> {
     chunks: Vector<Vector<(K, V)>>,
@@ -19,31 +19,31 @@ pub struct OrderedMap<K, V> {
 }
 
 impl<K: Ord, V> OrderedMap<K, V> {
-    /// An empty map, which takes no memory.
+    /// Creates an empty map, without allocating memory.
     #[must_use]
     pub fn new(allocator: SegmentAllocator) -> Self {
         Self { chunks: Vector::new(allocator), len: 0 }
     }
 
-    /// The allocator of its segment.
+    /// The allocator of the map's segment.
     #[must_use]
     pub fn allocator(&self) -> SegmentAllocator {
         self.chunks.allocator()
     }
 
-    /// Number of keys.
+    /// Returns the number of keys.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is no key.
+    /// Whether the map has no keys.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Inserts a key, or replaces its value. Returns the value that it had.
+    /// Inserts a key, or replaces its value. Returns the previous value.
     ///
     /// # Errors
     /// If the segment is full. Then nothing is changed.
@@ -72,7 +72,7 @@ impl<K: Ord, V> OrderedMap<K, V> {
         Ok(None)
     }
 
-    /// The value of a key.
+    /// Returns the value of a key.
     pub fn get<Q: Ord + ?Sized>(&self, key: &Q) -> Option<&V>
     where
         K: Borrow<Q>,
@@ -81,7 +81,7 @@ impl<K: Ord, V> OrderedMap<K, V> {
         find(chunk, key).ok().map(|at| &chunk[at].1)
     }
 
-    /// The value of a key, to be changed.
+    /// Returns a mutable reference to the value of a key.
     pub fn get_mut<Q: Ord + ?Sized>(&mut self, key: &Q) -> Option<&mut V>
     where
         K: Borrow<Q>,
@@ -91,7 +91,7 @@ impl<K: Ord, V> OrderedMap<K, V> {
         find(chunk, key).ok().map(|at| &mut chunk[at].1)
     }
 
-    /// Removes a key. Returns its value.
+    /// Removes a key, and returns its value.
     pub fn remove<Q: Ord + ?Sized>(&mut self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
@@ -104,12 +104,12 @@ impl<K: Ord, V> OrderedMap<K, V> {
         Some(value)
     }
 
-    /// The keys and values, in the order of the keys.
+    /// Iterates over the keys and values, in the order of the keys.
     pub fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.chunks.iter().flat_map(|chunk| chunk.iter()).map(|(key, value)| (key, value))
     }
 
-    /// The keys from this one on, and their values, in the order of the keys.
+    /// Iterates over the keys that are not less than `key`, and their values, in order.
     pub fn range_from<Q: Ord + ?Sized>(&self, key: &Q) -> impl Iterator<Item = (&K, &V)>
     where
         K: Borrow<Q>,
@@ -122,7 +122,7 @@ impl<K: Ord, V> OrderedMap<K, V> {
         chunks.iter().flat_map(|chunk| chunk.iter()).skip(skipped).map(|(key, value)| (key, value))
     }
 
-    /// The chunk that has the key, if one has it.
+    /// Returns the index of the only chunk that may have the key.
     fn chunk_of<Q: Ord + ?Sized>(&self, key: &Q) -> usize
     where
         K: Borrow<Q>,
@@ -131,7 +131,7 @@ impl<K: Ord, V> OrderedMap<K, V> {
         above.saturating_sub(1)
     }
 
-    /// Moves the upper half of a chunk to a new one behind it.
+    /// Moves the upper half of a chunk to a new chunk behind it.
     fn split(&mut self, chunk: usize) -> Result<(), SegmentFull> {
         self.chunks.reserve(1)?;
         let mut upper = Vector::new(self.allocator());
@@ -139,7 +139,7 @@ impl<K: Ord, V> OrderedMap<K, V> {
         self.chunks.insert(chunk + 1, upper)
     }
 
-    /// Removes an empty chunk, and joins a small one with the next.
+    /// Removes a chunk if it is empty, or merges it with the next one if both are small.
     fn join(&mut self, chunk: usize) {
         let len = self.chunks[chunk].len();
         if len == 0 {
@@ -149,7 +149,8 @@ impl<K: Ord, V> OrderedMap<K, V> {
         {
             let mut next = self.chunks.remove(chunk + 1);
             if next.move_tail(0, &mut self.chunks[chunk]).is_err() {
-                // The segment is full: they stay apart. There is room for the chunk that was there.
+                // The segment is full, so the chunks stay separate. The vector has room for `next`,
+                // because it was in it before.
                 let _put_back = self.chunks.insert(chunk + 1, next);
             }
         }

@@ -1,4 +1,4 @@
-//! A root in a segment that this process owns.
+//! A handle to the root value of a segment that this process owns.
 
 use std::alloc::Layout;
 use std::ops::{Deref, DerefMut};
@@ -11,24 +11,25 @@ use crate::allocator::{SegmentAllocator, SegmentFull};
 use crate::heap::{HeapFault, SegmentHeap};
 use crate::migratable::{Description, Migratable};
 
-/// Why a segment with containers cannot be used.
+/// The reason why a segment with containers cannot be created or opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The segment cannot be used at all.
+    /// An operation on the segment failed.
     #[error(transparent)]
     Segment(#[from] segments::Error),
-    /// It has no such containers.
+    /// The segment does not have the expected containers.
     #[error(transparent)]
     Heap(#[from] HeapFault),
-    /// There is no room for the root.
+    /// The segment has no room for the root.
     #[error(transparent)]
     Full(#[from] SegmentFull),
 }
 
-/// A value in a segment, with all that it owns there. It lies at the same address in each process.
+/// A value in a segment, with all values that it owns there. Its address is the same in each
+/// process.
 ///
-/// Dropping it unmaps the segment, and drops no value: this process, or the next one of its name,
-/// gets it again.
+/// Dropping the handle unmaps the segment, and does not drop the value: this process, or the next
+/// one of its name, can receive it again.
 #[derive(Debug)]
 pub struct Owned<'p, T> {
     segment: Segment<'p>,
@@ -36,23 +37,23 @@ pub struct Owned<'p, T> {
     root: NonNull<T>,
 }
 
-// SAFETY: the value and what it owns are reached through this alone, as by a `Box`.
+// SAFETY: only this handle reaches the value, as with a `Box`.
 unsafe impl<T: Send> Send for Owned<'_, T> {}
-// SAFETY: a shared reference gives no more than a shared reference to the value.
+// SAFETY: a shared reference to the handle yields only shared references to the value.
 unsafe impl<T: Sync> Sync for Owned<'_, T> {}
 
-/// A hand-over that did not take place.
+/// The error of a hand-over.
 #[derive(Debug)]
 pub struct TransferFailure<'p, T> {
-    /// The value, if this process still owns it. Otherwise the agent finds out whether it has
-    /// arrived; if it has not, this process receives it again.
+    /// The value, if this process still owns it. If `None`, the agent finds out whether the value
+    /// has arrived; if it has not, this process receives it again.
     pub owned: Option<Owned<'p, T>>,
-    /// Why.
+    /// The reason of the failure.
     pub error: segments::Error,
 }
 
 impl<'p, T: Migratable> Owned<'p, T> {
-    /// Allocates a segment of `bytes` bytes with this number, and builds the value in it.
+    /// Allocates a segment of `bytes` bytes with number `id`, and builds the value in it.
     ///
     /// # Errors
     /// If the segment cannot be allocated, or is too small.
@@ -66,27 +67,28 @@ impl<'p, T: Migratable> Owned<'p, T> {
         match Self::build(&segment, build) {
             Ok((heap, root)) => Ok(Self { segment, heap, root }),
             Err(error) => {
-                // No other process knows of it.
+                // No other process has used the segment, so a failure here leaks only memory.
                 let _ = segment.deallocate();
                 Err(error)
             }
         }
     }
 
+    /// Creates the heap of a segment, and the value as its root.
     fn build(
         segment: &Segment<'p>,
         build: impl FnOnce(SegmentAllocator) -> Result<T, SegmentFull>,
     ) -> Result<(SegmentHeap, NonNull<T>), Error> {
-        // SAFETY: the segment is this process's alone, and stays mapped as long as the owned value.
+        // SAFETY: only this process owns the segment, and it stays mapped as long as the value.
         let heap =
             unsafe { SegmentHeap::create(start_of(segment), segment.bytes(), &Description::of::<T>()) }?;
         let value = build(SegmentAllocator(heap))?;
         let layout = Layout::new::<T>();
-        // A value without a size has an address of its own, too.
+        // A value of size 0 gets an address of its own, too.
         let layout =
             Layout::from_size_align(layout.size().max(1), layout.align()).map_err(|_| SegmentFull)?;
         let root: NonNull<T> = heap.allocate(layout).ok_or(SegmentFull)?.cast();
-        // SAFETY: the memory was allocated for it, and no other thread uses the root.
+        // SAFETY: the memory was allocated for the value, and no other thread uses the root.
         unsafe {
             root.write(value);
             heap.set_root(root.as_ptr().expose_provenance());
@@ -95,23 +97,23 @@ impl<'p, T: Migratable> Owned<'p, T> {
     }
 
     /// Waits for a value that is handed over to this process, or that an earlier process of its
-    /// name has left. `None` if there is none in time.
+    /// name has left. Returns `None` after `timeout`.
     ///
     /// # Errors
-    /// If the agent has ended; if the segment has another value: then its processes go on owning
-    /// it, and the next one of this name that expects it receives it.
+    /// If the agent has ended, or the segment has a value of another type. Then the segment stays
+    /// with this process name: the next process of the name that expects the type can receive it.
     pub fn receive(process: &'p Process, pulling: Pulling, timeout: Duration) -> Result<Option<Self>, Error> {
         let Some(segment) = process.receive(pulling, timeout)? else { return Ok(None) };
         Self::open(segment).map(Some)
     }
 
-    /// The value in a segment that was received.
+    /// Opens the value in a segment that was received.
     ///
     /// # Errors
-    /// If it has another value.
+    /// If the segment has no value, or one of another type.
     pub fn open(segment: Segment<'p>) -> Result<Self, Error> {
         let description = Description::of::<T>();
-        // SAFETY: the segment is this process's alone, and stays mapped as long as the owned value.
+        // SAFETY: only this process owns the segment, and it stays mapped as long as the value.
         // Processes of one user trust each other.
         let heap = unsafe { SegmentHeap::open(start_of(&segment), segment.bytes(), &description) }?;
         let offset = heap.root().wrapping_sub(segment.address());
@@ -121,18 +123,18 @@ impl<'p, T: Migratable> Owned<'p, T> {
         Ok(Self { root: root.ok_or(HeapFault::NoContainers)?, heap, segment })
     }
 
-    /// Restores a value from the copies of its segment, as [`Process::restore`] does.
+    /// Restores a value from the copies of its segment, by [`Process::restore`].
     ///
     /// # Errors
-    /// Those of [`Process::restore`]; if the segment has another value.
+    /// As [`Process::restore`]; also if the segment has a value of another type.
     pub fn restore(process: &'p Process, id: u64, timeout: Duration) -> Result<Self, Error> {
         Self::open(process.restore(id, timeout)?)
     }
 
-    /// Writes what has changed to `copies` memory nodes, as [`Segment::sync`] does.
+    /// Writes the changed parts of the segment to `copies` memory nodes, by [`Segment::sync`].
     ///
     /// # Errors
-    /// Those of [`Segment::sync`].
+    /// As [`Segment::sync`].
     pub fn sync(&mut self, copies: usize) -> Result<Synced, segments::Error> {
         self.segment.sync(copies)
     }
@@ -143,27 +145,27 @@ impl<'p, T: Migratable> Owned<'p, T> {
         SegmentAllocator(self.heap)
     }
 
-    /// The segment.
+    /// The segment of the value.
     #[must_use]
     pub fn segment(&self) -> &Segment<'p> {
         &self.segment
     }
 
-    /// Prepares a hand-over to another process of the user: all that is slow.
+    /// Prepares a hand-over to another process of the user: the slow part of it.
     ///
     /// # Errors
-    /// If there is no such process, or it is not prepared.
+    /// If there is no such process, or it cannot be prepared.
     pub fn connect(&self, process: &str) -> Result<(), segments::Error> {
         self.segment.connect(process)
     }
 
-    /// Hands the value over to the process to which it is connected.
+    /// Hands the value over to the process of [`Self::connect`].
     ///
     /// # Errors
-    /// The value if it is still this process's, and why.
+    /// The reason, and the value if this process still owns it.
     ///
     /// # Safety
-    /// This process keeps nothing of the segment: no container that was moved out of it, and no
+    /// This process must keep nothing of the segment: no container that was moved out of it, and no
     /// copy of its allocator.
     pub unsafe fn transfer(self) -> Result<(), TransferFailure<'p, T>> {
         let Self { segment, heap, root } = self;
@@ -173,10 +175,10 @@ impl<'p, T: Migratable> Owned<'p, T> {
         })
     }
 
-    /// Hands the value over as [`Self::transfer`] does, and syncs it before.
+    /// Syncs the value, and then hands it over by [`Self::transfer`].
     ///
     /// # Errors
-    /// Those of [`Self::sync`] and [`Self::transfer`].
+    /// As [`Self::sync`] and [`Self::transfer`].
     ///
     /// # Safety
     /// As for [`Self::transfer`].
@@ -188,7 +190,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
         })
     }
 
-    /// Waits until all of the segment is here.
+    /// Waits until all pages of the segment are present.
     ///
     /// # Errors
     /// If a page is lost.
@@ -196,7 +198,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
         self.segment.close()
     }
 
-    /// Frees the segment with all that is in it. Destructors of values do not run.
+    /// Frees the segment with all values in it. Destructors of the values do not run.
     ///
     /// # Errors
     /// If the agent has ended.
@@ -212,14 +214,14 @@ impl<T> Deref for Owned<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: the root is a value of this type, in a segment that this process owns.
+        // SAFETY: the root is a value of type `T`, in a segment that this process owns.
         unsafe { self.root.as_ref() }
     }
 }
 
 impl<T> DerefMut for Owned<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as above, and it is borrowed through this alone.
+        // SAFETY: the root is a value of type `T`, and is borrowed exclusively through this handle.
         unsafe { self.root.as_mut() }
     }
 }

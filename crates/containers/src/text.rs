@@ -9,13 +9,14 @@ use std::ops::Deref;
 use crate::allocator::{SegmentAllocator, SegmentFull};
 use crate::vector::Vector;
 
-/// A text in a segment. It is a `str`, and a map with such keys is asked by `str`.
+/// A text in a segment. Dereferences to `str`; in a map with such keys, a key is looked up by
+/// `str`.
 pub struct Text {
     bytes: Vector<u8>,
 }
 
 impl Text {
-    /// A copy of a text.
+    /// Copies a text to the segment.
     ///
     /// # Errors
     /// If the segment is full.
@@ -70,7 +71,7 @@ impl Ord for Text {
 
 impl Hash for Text {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        // As `str`.
+        // The hash must be that of `str`, because `Borrow<str>` requires it.
         (**self).hash(state);
     }
 }

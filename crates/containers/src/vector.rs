@@ -6,26 +6,26 @@ use allocator_api2::vec::Vec;
 
 use crate::allocator::{SegmentAllocator, SegmentFull};
 
-/// A vector in a segment. It is a slice of its values.
+/// A vector in a segment. Dereferences to a slice of its values.
 #[derive(Debug)]
 pub struct Vector<T> {
     values: Vec<T, SegmentAllocator>,
 }
 
 impl<T> Vector<T> {
-    /// An empty vector, which takes no memory.
+    /// Creates an empty vector, without allocating memory.
     #[must_use]
     pub fn new(allocator: SegmentAllocator) -> Self {
         Self { values: Vec::new_in(allocator) }
     }
 
-    /// The allocator of its segment.
+    /// The allocator of the vector's segment.
     #[must_use]
     pub fn allocator(&self) -> SegmentAllocator {
         *self.values.allocator()
     }
 
-    /// Makes room for more values.
+    /// Makes room for `more` more values.
     ///
     /// # Errors
     /// If the segment is full.
@@ -46,7 +46,7 @@ impl<T> Vector<T> {
     /// Appends copies of values.
     ///
     /// # Errors
-    /// If the segment is full. Then none is appended.
+    /// If the segment is full. Then no value is appended.
     pub fn extend_from_slice(&mut self, values: &[T]) -> Result<(), SegmentFull>
     where
         T: Clone,
@@ -69,10 +69,10 @@ impl<T> Vector<T> {
         Ok(())
     }
 
-    /// Removes the value at a position, and moves those behind it.
+    /// Removes the value at a position, and shifts the values after it.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there is no value at the position.
     pub fn remove(&mut self, at: usize) -> T {
         self.values.remove(at)
     }
@@ -82,7 +82,7 @@ impl<T> Vector<T> {
         self.values.pop()
     }
 
-    /// Keeps the first values only.
+    /// Removes all values after the first `len`.
     pub fn truncate(&mut self, len: usize) {
         self.values.truncate(len);
     }

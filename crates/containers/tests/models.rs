@@ -1,4 +1,4 @@
-//! Containers beside those of the standard library, in memory like that of a segment.
+//! Containers behave like those of the standard library. The tests use memory like a segment's.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, HashMap};
@@ -32,7 +32,7 @@ impl Memory {
     }
 
     fn open(&self, description: &str) -> Result<SegmentHeap, HeapFault> {
-        // SAFETY: as above.
+        // SAFETY: the memory has this length, and a test has one heap in it.
         unsafe { SegmentHeap::open(self.start, self.layout.size(), description) }
     }
 }
@@ -76,7 +76,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_map_is_like_that_of_the_standard_library(steps in steps()) {
+    fn a_map_behaves_like_that_of_the_standard_library(steps in steps()) {
         with_allocator(BYTES, |allocator| {
             let (mut ours, mut theirs) = (Map::new(allocator).unwrap(), HashMap::new());
             for step in steps {
@@ -99,7 +99,7 @@ proptest! {
     }
 
     #[test]
-    fn an_ordered_map_is_like_that_of_the_standard_library(steps in steps()) {
+    fn an_ordered_map_behaves_like_that_of_the_standard_library(steps in steps()) {
         with_allocator(BYTES, |allocator| {
             let (mut ours, mut theirs) = (OrderedMap::new(allocator), BTreeMap::new());
             for step in steps {
@@ -126,7 +126,7 @@ proptest! {
 }
 
 #[test]
-fn a_full_segment_is_an_error_and_changes_nothing() {
+fn an_insert_into_a_full_segment_fails_and_changes_nothing() {
     with_allocator(64 << 10, |allocator| {
         let mut map: Map<u64, Text> = Map::new(allocator).unwrap();
         let mut ordered = OrderedMap::new(allocator);
@@ -162,7 +162,7 @@ fn all_memory_is_freed_with_the_containers() {
 }
 
 #[test]
-fn a_map_goes_on_in_the_process_that_opens_the_segment() {
+fn a_map_can_be_used_by_the_process_that_opens_the_segment() {
     let memory = Memory::new(BYTES);
     let heap = memory.create("test").unwrap();
     let mut map = Map::new(heap.into()).unwrap();
@@ -204,7 +204,7 @@ mod changed {
     use super::{Text, Vector, migratable};
 
     migratable! {
-        /// The same name and size, and other fields.
+        /// An order with the same name and size, and other fields.
         #[derive(Debug)]
         pub struct Order: 1 {
             number: u64,
@@ -217,7 +217,7 @@ mod newer {
     use super::{Text, Vector, migratable};
 
     migratable! {
-        /// The same fields, with another meaning.
+        /// An order with the same fields in another meaning.
         #[derive(Debug)]
         pub struct Order: 2 {
             number: u64,

@@ -1,5 +1,5 @@
-//! Frees what a root names and a copy does not need: what a sync has replaced, or has left when it
-//! did not end.
+//! Freeing of the objects that a root names and no copy needs: a sync has replaced them, or an
+//! interrupted sync has left them.
 
 use std::collections::HashSet;
 
@@ -8,12 +8,13 @@ use aquifer_objects::pointer::Pointer;
 use crate::store::Store;
 use crate::tree::{Entry, LEAF_BYTES, Root, Tree, decode};
 
-/// Frees all that the root at `root` names, but what `kept` needs. The root itself stays.
+/// Frees all objects that the root at `root` names, except those of `kept`. Keeps the root itself.
 ///
-/// It may be repeated, also when it did not end: the chunks of a leaf are freed before the leaf.
+/// The call may be repeated after an error or a crash: the chunks of a leaf are freed before the
+/// leaf, so they can still be found.
 ///
 /// # Errors
-/// Those of the store.
+/// The error of the store.
 pub fn clean<S: Store>(store: &mut S, root: Pointer, bytes: u64, kept: &Tree) -> Result<(), S::Error> {
     let Some(root) = read_root(store, root, bytes)? else { return Ok(()) };
     let of = |entries: &[Entry]| -> HashSet<[u64; 2]> {
@@ -41,10 +42,10 @@ pub fn clean<S: Store>(store: &mut S, root: Pointer, bytes: u64, kept: &Tree) ->
     Ok(())
 }
 
-/// Reads a root; `None` if there is none, or it was never written.
+/// Reads a root; `None` if there is no object, or it was never written.
 ///
 /// # Errors
-/// Those of the store.
+/// The error of the store.
 pub fn read_root<S: Store>(store: &mut S, root: Pointer, bytes: u64) -> Result<Option<Root>, S::Error> {
     let mut content = vec![0; Root::len_of(bytes)];
     let is_there = store.read(&mut [(root, &mut content)])?;

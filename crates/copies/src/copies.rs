@@ -1,4 +1,4 @@
-//! Keeps the copies of a segment the same, with the record of where they are.
+//! The copies of a segment on several nodes, which a sync keeps identical, and their record.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,15 +12,15 @@ use crate::store::Store;
 use crate::tree::{CHUNK_BYTES, Tree, chunks_of, sum_of};
 use crate::writer::{Chunk, Writer};
 
-/// Attempts to sync, while nodes fail.
+/// Maximum number of attempts of one sync, each without the nodes that have failed.
 const ATTEMPTS_MAX: usize = 3;
-/// Chunks that are read before they are written.
+/// Number of chunks that are read from the segment before they are written to the nodes.
 const BATCH: usize = 64;
 
-/// Why there is no copy.
+/// An error of copying or restoring a segment.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// There are no copies.
+    /// The segment has no copies.
     #[error("there are no copies: the segment was never synced")]
     None,
     /// A node failed.
@@ -28,79 +28,80 @@ pub enum CopyError {
     Node {
         /// The node.
         node: u16,
-        /// Why.
+        /// The reason of the failure.
         why: String,
     },
-    /// A copy is not what was written.
+    /// A copy differs from what was written.
     #[error("the copy on node {node} is damaged: the node has lost its heaps, or an object was freed")]
     Damaged {
         /// The node.
         node: u16,
     },
-    /// There are too few nodes.
+    /// Fewer nodes can be used than copies are wanted.
     #[error("{wanted} copies need as many nodes that serve heaps, and {found} can be used{why}")]
     TooFew {
         /// The number of copies.
         wanted: usize,
-        /// The number of nodes.
+        /// The number of usable nodes.
         found: usize,
-        /// Why one of the others cannot be used; empty if there are no others.
+        /// The reason why another node cannot be used; empty if there is no other node.
         why: String,
     },
-    /// The number of copies is not possible.
+    /// The number of copies is invalid.
     #[error("{0} copies are not possible: give 1 to {COPIES_MAX}")]
     Count(usize),
-    /// The record of the copies was not replaced. It may have been.
+    /// The record of the copies cannot be read, or its replacement was not confirmed: the old or
+    /// the new record may be in effect.
     #[error("cannot record where the copies are: {0}")]
     Record(String),
 }
 
 impl CopyError {
-    /// That a node failed.
+    /// Makes [`CopyError::Node`] of a store's error.
     pub(crate) fn of<E: std::error::Error>(node: u16) -> impl FnOnce(E) -> Self {
         move |error| Self::Node { node, why: error.to_string() }
     }
 }
 
-/// What surrounds the copies of a segment.
+/// Access to the nodes, the record of the copies, and the clock.
 pub trait Environment {
-    /// Objects on a node.
+    /// The type of a user's heap on a node.
     type Store: Store;
 
     /// Opens the user's heap on a node.
     ///
     /// # Errors
-    /// Why it cannot be used.
+    /// The reason why the heap cannot be used.
     fn connect(&mut self, node: u16) -> Result<Self::Store, String>;
 
-    /// The record of the copies, and the nodes that could have some.
+    /// Reads the record of the copies, and the nodes that could store copies.
     ///
     /// # Errors
-    /// Why they are not known.
+    /// The reason why they cannot be read.
     fn load(&mut self) -> Result<(Option<CopyRecord>, CopyNodes), String>;
 
-    /// Replaces the record, whose revision was this one, or 0 if there was none. The next one has
+    /// Replaces the record if its revision is `revision`, or 0 if there is none. The new record has
     /// the next revision.
     ///
     /// # Errors
-    /// Why it was not replaced. It may have been.
+    /// The reason why the replacement is not confirmed. It may have taken effect.
     fn replace(&mut self, revision: u64, record: Option<&CopyRecord>) -> Result<(), String>;
 
     /// The time, in seconds since 1970.
     fn now_s(&self) -> u64;
 }
 
-/// The nodes that could have copies, the best ones first.
+/// The nodes that could store copies, the best ones first.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CopyNodes {
-    /// Those of other machines.
+    /// Nodes of other machines.
     pub elsewhere: Vec<u16>,
-    /// Those of this machine.
+    /// Nodes of this machine.
     pub here: Vec<u16>,
 }
 
 impl CopyNodes {
-    /// All of them: first those of other machines, and of these the ones that have a copy.
+    /// All nodes: first those of other machines, in each group first those that have a copy.
     fn in_order(&self, record: &CopyRecord) -> Vec<u16> {
         let has_copy = |node: &u16| record.trees.iter().any(|tree| tree.node == *node);
         let sorted = |nodes: &[u16]| {
@@ -111,57 +112,58 @@ impl CopyNodes {
     }
 }
 
-/// What a sync has done.
+/// The result of a successful sync.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Synced {
     /// The number of the sync.
     pub version: u64,
     /// The nodes that have copies.
     pub nodes: Vec<u16>,
-    /// How many of them are on other machines. Only these copies outlive this one.
+    /// The number of copies on other machines: only these survive the loss of this machine.
     pub elsewhere: usize,
-    /// Bytes of the segment that were written to each node, at most.
+    /// Bytes of the segment that were written to the node that needed most.
     pub written_bytes: u64,
 }
 
-/// Which chunks may be others than at the last look.
+/// The chunks of a segment that may have changed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Change {
-    /// Any.
+    /// Any chunk may have changed.
     All,
-    /// These.
+    /// Only these chunks may have changed.
     Chunks(BTreeSet<usize>),
 }
 
-/// The copies of a segment, as its owner writes them.
+/// Writes the copies of a segment for the process that owns it.
 #[derive(Debug)]
 pub struct Copies<S> {
     bytes: u64,
-    /// As the directory has it; `None` if that is not known.
+    /// The record in the directory; `None` if it must be read.
     record: Option<CopyRecord>,
     writers: Vec<Writer<S>>,
     /// Nodes of this machine.
     here: Vec<u16>,
-    /// What has changed since the last sync.
+    /// The chunks that may have changed since the last successful sync.
     changed: Change,
     /// Roots that are freed, and that the record still names.
     freed: Vec<FormerRoot>,
 }
 
 impl<S: Store> Copies<S> {
-    /// The copies of a segment of `bytes` bytes, of which this process knows nothing yet.
+    /// Begins without knowledge of existing copies: the first sync reads the record. `bytes` is the
+    /// length of the segment.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         let (writers, here, freed) = (Vec::new(), Vec::new(), Vec::new());
         Self { bytes, record: None, writers, here, changed: Change::All, freed }
     }
 
-    /// Writes what has changed to `copies` nodes. `change` says what may have since the last call;
-    /// `read` reads a chunk, and returns false if it is zeros.
+    /// Writes the chunks that have changed to `copies` nodes. `change` has the chunks that may have
+    /// changed since the last call; `read` reads a chunk, and returns false if it is zeros.
     ///
     /// # Errors
-    /// If there are too few nodes, one fails and no other takes its place, or the record cannot be
-    /// replaced. Then the copies of the last sync count.
+    /// If there are too few nodes, a node fails and no other can replace it, or the record cannot
+    /// be replaced. Then the copies of the last sync remain in effect.
     pub fn sync<E: Environment<Store = S>>(
         &mut self,
         environment: &mut E,
@@ -183,7 +185,7 @@ impl<S: Store> Copies<S> {
                 .and_then(|()| self.write(&mut read))
                 .and_then(|written| self.commit(environment, written));
             match synced {
-                // Another node may take its place.
+                // Another node may replace it.
                 Err(CopyError::Node { node, why }) if failed.len() + 1 < ATTEMPTS_MAX => {
                     failed.insert(node, why);
                     self.writers.retain(|writer| writer.node() != node);
@@ -199,7 +201,7 @@ impl<S: Store> Copies<S> {
         }
     }
 
-    /// Has as many writers as there shall be copies.
+    /// Opens or closes writers so that there is one for each of `copies` copies.
     fn prepare<E: Environment<Store = S>>(
         &mut self,
         environment: &mut E,
@@ -212,10 +214,10 @@ impl<S: Store> Copies<S> {
         }
         let (found, nodes) = environment.load().map_err(CopyError::Record)?;
         if self.record.is_some() && self.record != found {
-            // Its roots may be in no record any more.
+            // The record may not name the roots of the writers any more.
             self.writers.clear();
         }
-        // What is left in it may be of an earlier segment with this number.
+        // The obsolete roots in it may belong to an earlier segment with this number.
         let record = CopyRecord { bytes: self.bytes, ..found.unwrap_or_default() };
         let mut why = failed.iter().next().map(|(node, why)| format!(": node {node} failed: {why}"));
         let mut opened: Vec<Writer<S>> = Vec::new();
@@ -245,14 +247,15 @@ impl<S: Store> Copies<S> {
             return Ok(());
         }
         self.writers.extend(opened);
-        self.announce(environment)?;
-        // What earlier processes have left may be in the way.
+        self.record_new_roots(environment)?;
+        // Objects of earlier processes may take the memory that this sync needs.
         self.free_former(environment);
         Ok(())
     }
 
-    /// A writer on a node. It goes on from the copy there, but with roots of its own: the process
-    /// that wrote that may still write to its roots, although other hosts take it for dead.
+    /// Opens a writer on a node. It shares the chunks of the copy there, but has new roots: the
+    /// process that wrote that copy may still write to its roots, although other hosts consider it
+    /// dead.
     fn open<E: Environment<Store = S>>(
         &self,
         environment: &mut E,
@@ -264,29 +267,30 @@ impl<S: Store> Copies<S> {
         let loaded = match tree.map(|tree| load(&mut store, tree, self.bytes)) {
             Some(Err(error @ CopyError::Node { .. })) => return Err(error),
             Some(Ok(loaded)) => loaded,
-            // What is damaged is written anew.
+            // A damaged copy is written again from the beginning.
             Some(Err(_)) | None => Tree::zeros(self.bytes),
         };
         if Mutation::ReuseRoots.is_active()
             && let Some(tree) = tree
         {
-            let roots = tree.roots.map(|root| Pointer::from_words(root.0).expect("it was written"));
+            let roots = tree.roots.map(|root| Pointer::from_words(root.0).expect("a valid pointer"));
             return Ok(Writer::reusing(store, self.bytes, loaded, roots, tree));
         }
         Writer::new(store, node, self.bytes, loaded).map_err(CopyError::of(node))
     }
 
-    /// Records the roots of new writers, so that what they write is found if the sync does not end.
-    fn announce<E: Environment<Store = S>>(&mut self, environment: &mut E) -> Result<(), CopyError> {
+    /// Records the roots of new writers, so that their objects can be found if the sync is
+    /// interrupted.
+    fn record_new_roots<E: Environment<Store = S>>(&mut self, environment: &mut E) -> Result<(), CopyError> {
         let record = self.record.clone().unwrap_or_default();
-        // First, because only so many are kept.
+        // New roots come first, because the list is truncated.
         let new = self.writers.iter().filter(|writer| writer.is_new()).flat_map(Writer::roots);
         let former = new.chain(record.former.iter().copied()).collect();
         let next = CopyRecord { former, ..record };
         self.replace(environment, next)
     }
 
-    /// Replaces the record.
+    /// Replaces the record by `next`, with the next revision.
     fn replace<E: Environment<Store = S>>(
         &mut self,
         environment: &mut E,
@@ -296,11 +300,11 @@ impl<S: Store> Copies<S> {
         next.revision = revision + 1;
         let mut seen = BTreeSet::new();
         next.former.retain(|root| !self.freed.contains(root) && seen.insert(*root));
-        // The memory of nodes that never come back need not be freed.
+        // The oldest roots are dropped: the memory of nodes that never come back need not be freed.
         next.former.truncate(FORMER_MAX);
         if let Err(why) = environment.replace(revision, Some(&next)) {
-            // Which of both records there is must be found out.
-            self.forget();
+            // The old or the new record is in effect: the next sync must read it.
+            self.reset();
             return Err(CopyError::Record(why));
         }
         self.record = Some(next);
@@ -308,14 +312,15 @@ impl<S: Store> Copies<S> {
         Ok(())
     }
 
-    /// The next sync reads the record, and has roots of its own.
-    fn forget(&mut self) {
+    /// Makes the next sync read the record, and allocate new roots.
+    fn reset(&mut self) {
         self.record = None;
         self.writers.clear();
         self.freed.clear();
     }
 
-    /// Writes the chunks to all nodes. Returns the new copies, and how many bytes were written.
+    /// Writes the changed chunks to all nodes. Returns the new copies, and the number of bytes that
+    /// were written to one node at most.
     fn write(
         &mut self,
         read: &mut impl FnMut(usize, &mut [u8]) -> bool,
@@ -342,7 +347,7 @@ impl<S: Store> Copies<S> {
         Ok((self.for_each_writer(Writer::finish)?, written_bytes))
     }
 
-    /// Has each writer do something, at the same time.
+    /// Runs `work` for all writers concurrently, each on a thread of its own.
     fn for_each_writer<T: Send>(
         &mut self,
         work: impl Fn(&mut Writer<S>) -> Result<T, S::Error> + Sync,
@@ -360,7 +365,7 @@ impl<S: Store> Copies<S> {
         })
     }
 
-    /// Records the new copies, and frees what they have replaced.
+    /// Records the new copies, and frees the objects that they have replaced.
     fn commit<E: Environment<Store = S>>(
         &mut self,
         environment: &mut E,
@@ -381,8 +386,8 @@ impl<S: Store> Copies<S> {
         Ok(Synced { version, nodes, elsewhere, written_bytes })
     }
 
-    /// Frees what former roots name, and those. What cannot be freed now is tried after the next
-    /// sync.
+    /// Frees the obsolete roots with the objects that only they name. Roots that cannot be freed
+    /// now are tried again after the next sync.
     fn free_former<E: Environment<Store = S>>(&mut self, environment: &mut E) {
         let Some(record) = self.record.clone() else { return };
         if Mutation::SkipCleaning.is_active() {
@@ -390,7 +395,7 @@ impl<S: Store> Copies<S> {
         }
         let own: Vec<FormerRoot> = self.writers.iter().flat_map(Writer::roots).collect();
         let is_written = |node: u16| self.writers.iter().any(|writer| writer.node() == node);
-        // The copy on a node without a writer may need what such a root names.
+        // The copy on a node without a writer may need the objects that such a root names.
         let is_needed = |root: &FormerRoot| {
             own.contains(root)
                 || !is_written(root.node) && record.trees.iter().any(|tree| tree.node == root.node)
@@ -412,7 +417,8 @@ impl<S: Store> Copies<S> {
     }
 }
 
-/// Frees all copies of a segment, and removes their record, unless some cannot be freed now.
+/// Frees all copies of a segment, and removes their record. If a node fails, the record keeps the
+/// roots on it.
 ///
 /// # Errors
 /// If the record cannot be replaced.
@@ -439,7 +445,7 @@ fn free_on<E: Environment>(environment: &mut E, root: FormerRoot) -> bool {
     store.is_ok_and(|mut store| free_root(&mut store, root, &Tree::zeros(0)).is_ok())
 }
 
-/// Frees what a root names and is not kept, and the root.
+/// Frees a root with the objects that it names, except those of `kept`.
 fn free_root<S: Store>(store: &mut S, root: FormerRoot, kept: &Tree) -> Result<(), S::Error> {
     let FormerRoot { root, bytes, .. } = root;
     let Some(root) = Pointer::from_words(root.0) else { return Ok(()) };

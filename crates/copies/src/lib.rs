@@ -1,13 +1,14 @@
 //! Copies of a segment on memory nodes, in the heaps of its user.
 //!
 //! A copy is a tree of objects: a root, leaves, and chunks of the segment. A sync writes new
-//! objects for what has changed, and then the directory's record of the copies is replaced. So a
-//! copy is whole at any time, and a crash leaves either the old one or the new one.
+//! objects for the chunks that have changed, and then replaces the directory's record of the
+//! copies. So the record always names a complete copy, and a crash leaves either the old one or the
+//! new one.
 //!
-//! - [`store`] is what a copy needs of a heap.
-//! - [`tree`] is its form. [`writer`] writes the copy on one node, [`reader`] reads it, and
-//!   [`cleaning`] frees objects that no copy needs.
-//! - [`copies`] keeps several copies the same, with the record.
+//! - [`store`] has the interface to a heap.
+//! - [`tree`] has the objects of a copy. [`writer`] writes the copy on one node, [`reader`] reads
+//!   it, and [`cleaning`] frees objects that no copy needs.
+//! - [`copies`] keeps the copies on several nodes identical, and maintains the record.
 //!
 //! Format: `docs/formats/segments.md`.
 

@@ -1,8 +1,8 @@
-//! Reads a copy.
+//! Reading of a copy: the tree of its objects, or all bytes of the segment.
 
 use std::sync::Arc;
 
-use aquifer_arena::copies::{CopyRecord, CopyTree, Words};
+use aquifer_arena::copies::{CopyRecord, CopyTree, WordPair};
 use aquifer_objects::pointer::Pointer;
 
 use crate::cleaning::read_root;
@@ -11,15 +11,15 @@ use crate::mutation::Mutation;
 use crate::store::Store;
 use crate::tree::{CHUNK_BYTES, Entry, LEAF_BYTES, LEAF_CHUNKS, Tree, decode, sum_of};
 
-/// Chunks that are read side by side.
+/// Number of objects in one batch of concurrent reads.
 const BATCH: usize = 8;
 
-/// Restores the bytes of a segment from its copies: calls `put` with each chunk and its bytes,
-/// unless it is zeros. Tries one copy after the other.
+/// Restores the bytes of a segment from its copies: calls `put` with the number and the bytes of
+/// each chunk that is not zeros. Tries one copy after the other.
 ///
 /// # Errors
-/// If no copy can be read whole: why not, for the last one. Then `put` has got valid bytes, but not
-/// all.
+/// The error of the last copy, if no copy can be read completely. The chunks passed to `put` until
+/// then are valid, but some are missing.
 pub fn restore<S: Store, C: std::fmt::Display>(
     record: &CopyRecord,
     mut connect: impl FnMut(u16) -> Result<S, C>,
@@ -64,17 +64,17 @@ fn restore_from<S: Store>(
     Ok(())
 }
 
-/// Length of a chunk of a segment.
+/// Length of a chunk in bytes; the last chunk of a segment may be shorter.
 #[must_use]
 pub fn len_of(chunk: usize, segment_bytes: u64) -> usize {
     let left = segment_bytes - chunk as u64 * CHUNK_BYTES as u64;
     usize::try_from(left).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES)
 }
 
-/// The entries of a copy.
+/// Reads all entries of a copy: its root and its leaves.
 ///
 /// # Errors
-/// If it cannot be read, or is damaged.
+/// If the copy cannot be read, or is damaged.
 pub fn load<S: Store>(store: &mut S, tree: &CopyTree, bytes: u64) -> Result<Tree, CopyError> {
     let node = tree.node;
     let damaged = || CopyError::Damaged { node };
@@ -98,7 +98,7 @@ pub fn load<S: Store>(store: &mut S, tree: &CopyTree, bytes: u64) -> Result<Tree
     Ok(loaded)
 }
 
-/// Reads objects side by side, and compares them with their checksums.
+/// Reads objects concurrently, and compares them with their checksums.
 fn read_all<S: Store>(
     store: &mut S,
     node: u16,
@@ -107,7 +107,7 @@ fn read_all<S: Store>(
     len: impl Fn(usize) -> usize,
 ) -> Result<(), CopyError> {
     let damaged = || CopyError::Damaged { node };
-    let mut sums: Vec<Words> = Vec::new();
+    let mut sums: Vec<WordPair> = Vec::new();
     let mut reads = Vec::new();
     for (at, (entry, buffer)) in entries.zip(buffers.iter_mut()).enumerate() {
         let (object, sum) = entry.object().zip(entry.sum()).ok_or_else(damaged)?;

@@ -1,33 +1,33 @@
-//! What a copy needs of a heap.
+//! The interface between copies and the heap that stores them.
 
 use aquifer_objects::client::{ClientError, DirectRead, HeapClient};
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::wire::Refused;
 
-/// Objects on one node.
+/// A heap of objects on one node.
 pub trait Store: Send {
-    /// Why an operation failed.
+    /// The error of a failed operation.
     type Error: std::error::Error + Send + 'static;
 
     /// Allocates an object with these bytes.
     ///
     /// # Errors
-    /// If there is no room, or the node does not answer; then there may be an object.
+    /// If the heap is full, or the node does not answer; then the object may exist.
     fn create(&mut self, bytes: &[u8]) -> Result<Pointer, Self::Error>;
 
-    /// Replaces at most 32 KiB of an object from byte `offset` on, a multiple of 8.
+    /// Replaces at most 32 KiB of an object, from byte `offset` on. `offset` is a multiple of 8.
     ///
     /// # Errors
     /// If there is no such object, or the node does not answer.
     fn write_at(&mut self, object: Pointer, offset: usize, bytes: &[u8]) -> Result<(), Self::Error>;
 
-    /// Reads the first bytes of objects. Returns false if there is none of them.
+    /// Reads the first bytes of objects. Returns false if one of the objects does not exist.
     ///
     /// # Errors
     /// If the node does not answer.
     fn read(&mut self, reads: &mut [(Pointer, &mut [u8])]) -> Result<bool, Self::Error>;
 
-    /// Frees an object, if there is one.
+    /// Frees an object, if it exists.
     ///
     /// # Errors
     /// If the node does not answer.

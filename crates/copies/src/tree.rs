@@ -1,14 +1,14 @@
-//! The form of a copy.
+//! The objects of a copy and their bytes: root, leaves, chunks.
 
 use std::sync::Arc;
 
-use aquifer_arena::copies::Words;
+use aquifer_arena::copies::WordPair;
 use aquifer_objects::pointer::Pointer;
 use ring::digest::{SHA256, digest};
 
-/// Bytes of a chunk of the segment; the last one may be shorter.
+/// Bytes of a chunk; the last chunk of a segment may be shorter.
 pub const CHUNK_BYTES: usize = 64 << 10;
-/// Chunks of a leaf.
+/// Number of chunks of a leaf.
 pub const LEAF_CHUNKS: usize = 512;
 /// Bytes of a leaf.
 pub const LEAF_BYTES: usize = LEAF_CHUNKS * ENTRY_BYTES;
@@ -18,40 +18,41 @@ pub const ENTRY_BYTES: usize = 32;
 pub const ROOT_HEAD_BYTES: usize = 32;
 const MAGIC: [u8; 8] = *b"AQCOPY\x00\x01";
 
-/// The checksum of an object's bytes.
+/// Returns the checksum of an object's bytes: the first half of their SHA-256.
 #[must_use]
-pub fn sum_of(bytes: &[u8]) -> Words {
+pub fn sum_of(bytes: &[u8]) -> WordPair {
     let digest = digest(&SHA256, bytes);
     let word = |at: usize| word_at(digest.as_ref(), at);
-    Words([word(0), word(8)])
+    WordPair([word(0), word(8)])
 }
 
-/// Where a leaf or a chunk is. The default is one of zeros, which is not stored.
+/// The pointer to a leaf or a chunk, and its checksum. The default is a leaf or chunk of zeros,
+/// which is not stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Entry {
-    /// The words of the pointer to it.
+    /// The words of the pointer.
     object: [u64; 2],
-    /// The words of its checksum.
+    /// The words of the checksum.
     sum: [u64; 2],
 }
 
 impl Entry {
-    /// An object with this checksum.
+    /// Makes the entry of an object with this checksum.
     #[must_use]
-    pub fn new(object: Pointer, Words(sum): Words) -> Self {
+    pub fn new(object: Pointer, WordPair(sum): WordPair) -> Self {
         Self { object: object.words(), sum }
     }
 
-    /// The object; `None` if it is zeros.
+    /// The pointer to the object; `None` for zeros.
     #[must_use]
     pub fn object(&self) -> Option<Pointer> {
         Pointer::from_words(self.object)
     }
 
-    /// The checksum; `None` if it is zeros.
+    /// The checksum of the object; `None` for zeros.
     #[must_use]
-    pub fn sum(&self) -> Option<Words> {
-        self.object().map(|_| Words(self.sum))
+    pub fn sum(&self) -> Option<WordPair> {
+        self.object().map(|_| WordPair(self.sum))
     }
 
     fn encode(&self) -> [u8; ENTRY_BYTES] {
@@ -73,50 +74,50 @@ fn word_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word.unwrap_or_default())
 }
 
-/// The bytes of entries.
+/// Encodes entries, in order.
 #[must_use]
 pub fn encode(entries: &[Entry]) -> Vec<u8> {
     entries.iter().flat_map(Entry::encode).collect()
 }
 
-/// The entries with these bytes.
+/// Decodes entries, in order.
 #[must_use]
 pub fn decode(bytes: &[u8]) -> Vec<Entry> {
     bytes.chunks_exact(ENTRY_BYTES).map(Entry::decode).collect()
 }
 
-/// Number of chunks of a segment of `bytes` bytes.
+/// Returns the number of chunks of a segment of `bytes` bytes.
 #[must_use]
 pub fn chunks_of(bytes: u64) -> usize {
     usize::try_from(bytes.div_ceil(CHUNK_BYTES as u64)).unwrap_or(usize::MAX)
 }
 
-/// What a root says of its leaves.
+/// The content of a root.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Root {
     /// The length of the segment in bytes.
     pub bytes: u64,
-    /// The number of the sync.
+    /// The number of the sync that wrote the copy.
     pub version: u64,
-    /// The leaves.
+    /// The entries of the leaves.
     pub leaves: Vec<Entry>,
 }
 
 impl Root {
-    /// Bytes of the root of a segment of `bytes` bytes.
+    /// Length in bytes of the root of a segment of `bytes` bytes.
     #[must_use]
     pub fn len_of(bytes: u64) -> usize {
         ROOT_HEAD_BYTES + chunks_of(bytes).div_ceil(LEAF_CHUNKS) * ENTRY_BYTES
     }
 
-    /// Its bytes.
+    /// Encodes the root.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let head = [MAGIC, self.bytes.to_le_bytes(), self.version.to_le_bytes(), [0; 8]].concat();
         [head, encode(&self.leaves)].concat()
     }
 
-    /// The root with these bytes; `None` if it was never written, or is of another segment.
+    /// Decodes a root; `None` if it was never written, or if its segment has another length.
     #[must_use]
     pub fn decode(bytes: &[u8], segment_bytes: u64) -> Option<Self> {
         let head = bytes.get(..ROOT_HEAD_BYTES)?;
@@ -131,9 +132,9 @@ impl Root {
 /// All entries of a copy.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Tree {
-    /// The leaves.
+    /// The entries of the leaves.
     pub leaves: Vec<Entry>,
-    /// The chunks of each leaf, [`LEAF_CHUNKS`] each.
+    /// The entries of the chunks of each leaf, [`LEAF_CHUNKS`] each.
     pub chunks: Vec<Arc<Vec<Entry>>>,
 }
 

@@ -1,12 +1,13 @@
-//! Writes the copy on one node.
+//! The writer of the copy on one node.
 //!
-//! It has two roots. One has the copy that the record names. The other one is written while a sync
-//! is under way, before each of the objects that it names is needed: so an object that a sync has
-//! allocated is found again if it does not end, but for the last few.
+//! A copy has two roots. One, the current root, is named by the record. A sync writes to the other
+//! one: each new object is named there soon after it is allocated. So the next sync finds and frees
+//! the objects of an interrupted one. At most the last [`BATCH`] chunks, a leaf and two new roots
+//! leak.
 
 use std::sync::Arc;
 
-use aquifer_arena::copies::{CopyTree, FormerRoot, Words};
+use aquifer_arena::copies::{CopyTree, FormerRoot, WordPair};
 use aquifer_objects::pointer::Pointer;
 
 use crate::cleaning::clean;
@@ -14,52 +15,55 @@ use crate::mutation::Mutation;
 use crate::store::Store;
 use crate::tree::{ENTRY_BYTES, Entry, LEAF_CHUNKS, ROOT_HEAD_BYTES, Root, Tree, encode, sum_of};
 
-/// Chunks that are allocated before the leaf names them.
+/// Maximum number of chunks that are allocated, but not named by their leaf yet.
 const BATCH: usize = 16;
-/// Bytes of an object that are written at once.
+/// Maximum number of bytes in one write to an object.
 const PART_BYTES: usize = 32 << 10;
 
-/// A chunk of the segment to be written.
+/// A chunk of the segment that may have changed.
 #[derive(Debug)]
 pub struct Chunk {
-    /// Its number.
+    /// The number of the chunk in the segment.
     pub chunk: usize,
-    /// Its bytes, and their checksum; `None` if it is zeros.
-    pub content: Option<(Vec<u8>, Words)>,
+    /// The bytes of the chunk, and their checksum; `None` if all bytes are 0.
+    pub content: Option<(Vec<u8>, WordPair)>,
 }
 
-/// The copy on one node.
+/// Writes the copy on one node.
 #[derive(Debug)]
 pub struct Writer<S> {
     store: S,
     node: u16,
     bytes: u64,
     roots: [Pointer; 2],
-    /// Which root has the copy, if one has.
+    /// The index of the root that the record names; `None` before the first commit.
     current: Option<usize>,
-    /// The copy.
+    /// The entries of the committed copy.
     tree: Tree,
-    /// The tree that is being written, its version, and what it replaces.
-    pending: Option<Pending>,
-    /// Whether the other root names nothing that must be freed.
+    /// The sync in progress.
+    pending: Option<PendingSync>,
+    /// Whether the other root names no object that must be freed.
     is_clean: bool,
 }
 
+/// The copy that a sync is writing.
 #[derive(Debug)]
-struct Pending {
+struct PendingSync {
     version: u64,
     tree: Tree,
+    /// Objects of the committed copy that the new copy does not need.
     replaced: Vec<Pointer>,
-    /// The leaf that is being written: its number, and the entries that it does not name yet.
+    /// The leaf that is being written: its number, and the indexes of new chunks that the object
+    /// does not name yet.
     open: Option<(usize, Vec<usize>)>,
 }
 
 impl<S: Store> Writer<S> {
-    /// A writer with roots of its own, on the node of the store. `tree` is the copy of an earlier
+    /// Creates a writer with new roots on the node of the store. `tree` is the copy of an earlier
     /// process, or zeros.
     ///
     /// # Errors
-    /// Those of the store.
+    /// The error of the store.
     pub fn new(mut store: S, node: u16, bytes: u64, tree: Tree) -> Result<Self, S::Error> {
         let empty = vec![0; Root::len_of(bytes)];
         let first = store.create(&empty)?;
@@ -68,56 +72,57 @@ impl<S: Store> Writer<S> {
         Ok(Self { store, node, bytes, roots, current: None, tree, pending: None, is_clean: true })
     }
 
-    /// A writer that goes on with the roots of another process.
+    /// Creates a writer that reuses the roots of another process, for a mutation.
     #[must_use]
     pub fn reusing(store: S, bytes: u64, tree: Tree, roots: [Pointer; 2], record: &CopyTree) -> Self {
         let current = Some(usize::from(record.current));
         Self { store, node: record.node, bytes, roots, current, tree, pending: None, is_clean: false }
     }
 
-    /// The node.
+    /// The node of the copy.
     #[must_use]
     pub fn node(&self) -> u16 {
         self.node
     }
 
-    /// The objects on the node.
+    /// The heap on the node.
     pub fn store(&mut self) -> &mut S {
         &mut self.store
     }
 
-    /// The copy.
+    /// The entries of the committed copy.
     #[must_use]
     pub fn tree(&self) -> &Tree {
         &self.tree
     }
 
-    /// Its roots, as those that are to be freed.
+    /// Both roots of the copy, in the form of obsolete ones.
     #[must_use]
     pub fn roots(&self) -> [FormerRoot; 2] {
         let former =
-            |root: Pointer| FormerRoot { node: self.node, root: Words(root.words()), bytes: self.bytes };
+            |root: Pointer| FormerRoot { node: self.node, root: WordPair(root.words()), bytes: self.bytes };
         self.roots.map(former)
     }
 
-    /// Whether no record has named its copy yet: then all chunks must be compared with it.
+    /// Whether no sync of this writer was committed yet: then all chunks must be passed to
+    /// [`Self::put`].
     #[must_use]
     pub fn is_new(&self) -> bool {
         self.current.is_none()
     }
 
-    /// Frees the roots, which are in no record.
+    /// Frees the roots, which no record names.
     pub fn abandon(mut self) {
         for root in self.roots {
-            // The user's heap keeps a small object otherwise.
+            // If this fails, a small object leaks in the user's heap.
             let _is_freed = self.store.free(root);
         }
     }
 
-    /// Begins a sync.
+    /// Begins a sync: frees the objects of an interrupted one, and writes the other root.
     ///
     /// # Errors
-    /// Those of the store.
+    /// The error of the store.
     pub fn begin(&mut self, version: u64) -> Result<(), S::Error> {
         if !self.is_clean && !Mutation::SkipCleaning.is_active() {
             let root = self.spare();
@@ -125,15 +130,15 @@ impl<S: Store> Writer<S> {
         }
         self.is_clean = false;
         let (tree, replaced) = (self.tree.clone(), Vec::new());
-        self.pending = Some(Pending { version, tree, replaced, open: None });
+        self.pending = Some(PendingSync { version, tree, replaced, open: None });
         self.write_root()
     }
 
-    /// Writes a chunk, if it is another one than in the copy. Chunks come in order. Returns how
-    /// many bytes were written.
+    /// Writes a chunk, if its checksum differs from that in the copy. Must be called in the order
+    /// of chunks. Returns the number of bytes that were written.
     ///
     /// # Errors
-    /// Those of the store.
+    /// The error of the store.
     ///
     /// # Panics
     /// If no sync has begun.
@@ -151,7 +156,7 @@ impl<S: Store> Writer<S> {
         let pending = self.pending.as_mut().expect("a sync has begun");
         Arc::make_mut(&mut pending.tree.chunks[leaf])[at] = entry;
         pending.replaced.extend(former.object());
-        let (_, unnamed) = pending.open.as_mut().expect("it was opened");
+        let (_, unnamed) = pending.open.as_mut().expect("the leaf is open");
         unnamed.push(at);
         if unnamed.len() >= BATCH {
             self.name_chunks()?;
@@ -159,10 +164,11 @@ impl<S: Store> Writer<S> {
         Ok(chunk.content.as_ref().map_or(0, |(bytes, _)| bytes.len()))
     }
 
-    /// Ends the writing: the other root has the new copy.
+    /// Completes the new copy, and returns the entry for the record. The copy takes effect when the
+    /// record names it; then call [`Self::commit`].
     ///
     /// # Errors
-    /// Those of the store.
+    /// The error of the store.
     ///
     /// # Panics
     /// If no sync has begun.
@@ -171,24 +177,24 @@ impl<S: Store> Writer<S> {
         self.write_root()?;
         let at = self.spare_index();
         let pending = self.pending.as_mut().expect("a sync has begun");
-        let Pending { version, ref tree, .. } = *pending;
+        let PendingSync { version, ref tree, .. } = *pending;
         let root = Root { bytes: self.bytes, version, leaves: tree.leaves.clone() };
         let sum = sum_of(&root.encode());
         if Mutation::FreeEarly.is_active() {
             let replaced = std::mem::take(&mut pending.replaced);
             replaced.into_iter().try_for_each(|object| self.store.free(object))?;
         }
-        let roots = self.roots.map(|root| Words(root.words()));
+        let roots = self.roots.map(|root| WordPair(root.words()));
         Ok(CopyTree { node: self.node, roots, current: u8::from(at == 1), sum })
     }
 
-    /// The record names the new copy: what it has replaced is freed.
+    /// Ends the sync, because the record names the new copy: frees the objects that were replaced.
     pub fn commit(&mut self) {
         let at = self.spare_index();
         let Some(pending) = self.pending.take() else { return };
         self.tree = pending.tree;
         self.current = Some(at);
-        // What is not freed now is found through the root when the next sync begins.
+        // The next sync finds objects that are not freed now through the root.
         self.is_clean = pending.replaced.into_iter().try_for_each(|object| self.store.free(object)).is_ok();
     }
 
@@ -205,7 +211,7 @@ impl<S: Store> Writer<S> {
         }
     }
 
-    /// Begins to write a leaf: a copy of the one before, which the root names at once.
+    /// Begins to write a leaf: allocates a copy of the committed leaf, and names it in the root.
     fn open_leaf(&mut self, leaf: usize) -> Result<(), S::Error> {
         let pending = self.pending.as_mut().expect("a sync has begun");
         if pending.open.as_ref().is_some_and(|(open, _)| *open == leaf) {
@@ -214,7 +220,7 @@ impl<S: Store> Writer<S> {
         self.close_leaf()?;
         let object = self.store.create(&encode(&self.tree.chunks[leaf]))?;
         let pending = self.pending.as_mut().expect("a sync has begun");
-        pending.tree.leaves[leaf] = Entry::new(object, Words::default());
+        pending.tree.leaves[leaf] = Entry::new(object, WordPair::default());
         pending.open = Some((leaf, Vec::new()));
         if Mutation::FreeLeafFirst.is_active() {
             pending.replaced.extend(self.tree.leaves[leaf].object());
@@ -222,24 +228,25 @@ impl<S: Store> Writer<S> {
         self.write_root_entry(leaf)
     }
 
-    /// Has the open leaf name its new chunks.
+    /// Writes the entries of new chunks to the open leaf.
     fn name_chunks(&mut self) -> Result<(), S::Error> {
         let pending = self.pending.as_mut().expect("a sync has begun");
         let Some((leaf, unnamed)) = &mut pending.open else { return Ok(()) };
         let unnamed = std::mem::take(unnamed);
         let (Some(first), Some(last)) = (unnamed.first(), unnamed.last()) else { return Ok(()) };
-        let object = pending.tree.leaves[*leaf].object().expect("it was allocated");
+        let object = pending.tree.leaves[*leaf].object().expect("an open leaf is allocated");
         let content = encode(&pending.tree.chunks[*leaf][*first..=*last]);
         self.store.write_at(object, first * ENTRY_BYTES, &content)
     }
 
+    /// Completes the open leaf, if there is one.
     fn close_leaf(&mut self) -> Result<(), S::Error> {
         self.name_chunks()?;
         let pending = self.pending.as_mut().expect("a sync has begun");
         let Some((leaf, _)) = pending.open.take() else { return Ok(()) };
-        // After its chunks: as long as it exists, they are found.
+        // The old leaf follows its chunks in `replaced`: as long as it exists, they can be found.
         pending.replaced.extend(self.tree.leaves[leaf].object());
-        let object = pending.tree.leaves[leaf].object().expect("it was allocated");
+        let object = pending.tree.leaves[leaf].object().expect("an open leaf is allocated");
         let sum = sum_of(&encode(&pending.tree.chunks[leaf]));
         pending.tree.leaves[leaf] = Entry::new(object, sum);
         Ok(())
@@ -252,7 +259,7 @@ impl<S: Store> Writer<S> {
     }
 
     fn write_root(&mut self) -> Result<(), S::Error> {
-        let Pending { version, tree, .. } = self.pending.as_ref().expect("a sync has begun");
+        let PendingSync { version, tree, .. } = self.pending.as_ref().expect("a sync has begun");
         let root = Root { bytes: self.bytes, version: *version, leaves: tree.leaves.clone() }.encode();
         let at = self.spare();
         let mut parts = root.chunks(PART_BYTES).enumerate();

@@ -1,5 +1,5 @@
-//! Random syncs with crashes, nodes that fail, and processes that are taken for dead and write on.
-//! After each, what the record names is restored and compared.
+//! Random syncs with crashes, failing nodes, and processes that still write after other hosts
+//! consider them dead. After each sync, the test restores the recorded copy and compares it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -20,8 +20,8 @@ const CHUNKS: usize = 2 * LEAF_CHUNKS + 1;
 const BYTES: u64 = (2 * LEAF_CHUNKS * CHUNK_BYTES) as u64 + 4096;
 const STEPS: usize = 12;
 const SEEDS: u64 = 24;
-/// Objects that a process that crashes may leave on each node: a batch of chunks, a leaf, and two
-/// roots.
+/// Maximum number of objects that a crashed process leaks on each node: a batch of chunks, a leaf,
+/// and two roots.
 const LEFT_MAX: usize = 19;
 
 /// The content of a segment: chunks that are not zeros.
@@ -32,7 +32,7 @@ type Objects = BTreeMap<u64, Vec<u8>>;
 #[error("the node does not answer")]
 struct Failed;
 
-/// What all processes see.
+/// The nodes and the directory, which all processes share.
 #[derive(Default)]
 struct World {
     nodes: BTreeMap<u16, Objects>,
@@ -42,25 +42,25 @@ struct World {
     owner: u64,
 }
 
-/// When a process fails.
+/// A fault during a sync.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Fault {
-    /// It ends after some operations, the last of which may or may not be carried out.
+    /// The process ends after some operations. `is_done`: whether the last one is carried out.
     Crash { after: usize, is_done: bool },
     /// A node fails after some operations, until the sync has ended.
     Node { node: u16, after: usize },
-    /// It is stopped after some operations, and goes on when another process has synced.
+    /// The process is suspended after some operations, and resumes when another one has synced.
     Stop { after: usize },
     /// The record's replacement is carried out, and its answer is lost.
     Answer,
 }
 
-/// What a process has done.
+/// The progress of one process in its sync.
 struct Progress {
     operations: usize,
     fault: Option<Fault>,
     is_over: bool,
-    /// Whether the fault has come.
+    /// Whether the fault has occurred.
     has_failed: bool,
     gate: Option<(Sender<()>, Receiver<()>)>,
 }
@@ -209,17 +209,17 @@ impl Random {
     }
 }
 
-/// One process after the other, each with the memory of the one before or what it restores.
+/// A history of processes. Each begins with the memory of its predecessor, or restores a copy.
 struct Run {
     world: Arc<Mutex<World>>,
     random: Random,
     process: Process,
     copies: Copies<NodeStore>,
     memory: Memory,
-    /// What was written since the last call of sync, also if that failed.
+    /// Chunks that were written since the last call of sync, also if that failed.
     written: BTreeSet<usize>,
     knows_written: bool,
-    /// The content of each version, of which there may be several attempts.
+    /// The contents of each version: one for each attempt.
     versions: BTreeMap<u64, Vec<Memory>>,
     processes: u64,
     faults: usize,
@@ -285,7 +285,7 @@ impl Run {
         Ok(())
     }
 
-    /// Another process goes on: with the same memory, or with what it restores.
+    /// Begins with another process, which has the same memory or restores a copy.
     fn replace_process(&mut self) {
         self.processes += 1;
         self.process = Process::new(&self.world, self.processes);
@@ -295,7 +295,7 @@ impl Run {
         }
     }
 
-    /// What the record names, which must be the content of its version.
+    /// Restores the recorded copy, which must be the content of its version.
     fn restored(&self) -> Memory {
         let record = self.world.lock().unwrap().record.clone();
         let Some(record) = record.filter(CopyRecord::has_copies) else { return Memory::new() };
@@ -320,7 +320,7 @@ impl Run {
         Ok(restored)
     }
 
-    /// A process that no fault befalls.
+    /// A process without faults.
     fn reader(&self) -> Process {
         let progress = Progress { operations: 0, fault: None, is_over: false, has_failed: false, gate: None };
         Process { world: Arc::clone(&self.world), progress: Arc::new(Mutex::new(progress)), number: 0 }
@@ -353,7 +353,7 @@ impl Run {
         }
     }
 
-    /// A process is stopped in its sync, and goes on when another one, which has restored the
+    /// Suspends a process in its sync, and resumes it when another one, which has restored the
     /// segment, has synced.
     fn step_with_stopped(&mut self, after: usize) {
         self.faults += 1;
@@ -369,14 +369,14 @@ impl Run {
         let memory = self.memory.clone();
         let record = self.world.lock().unwrap().record.clone();
         let next = record.map_or(0, |record| record.version) + 1;
-        // It may have been recorded before the process was stopped.
+        // The sync may have been recorded before the process was stopped.
         self.versions.entry(next).or_default().push(memory.clone());
         let other = std::thread::spawn(move || {
             Mutation::replace_active(mutation);
             let mut process = own;
             let reads = |chunk: usize, out: &mut [u8]| read(&memory, chunk, out);
             drop(copies.sync(&mut process, 1, Change::All, reads));
-            // It may not have been stopped.
+            // The process may have ended its sync before it was to stop.
             process.progress.lock().unwrap().gate = None;
         });
         // It may have ended before that.
@@ -393,7 +393,7 @@ impl Run {
         self.restored();
     }
 
-    /// Objects that nothing names, after syncs without faults.
+    /// Counts objects without a name, after syncs without faults.
     fn leaked(&mut self) -> usize {
         for _ in 0..3 {
             self.sync(2).unwrap();
@@ -413,7 +413,7 @@ impl Run {
     }
 }
 
-/// The objects of a copy, without asking its node.
+/// Counts the objects of a copy.
 fn count_objects(tree: &CopyTree, objects: &Objects) -> usize {
     let number = |words: [u64; 2]| Pointer::from_words(words).unwrap().number.get();
     let root = &objects[&number(tree.roots[usize::from(tree.current)].0)];
@@ -431,7 +431,7 @@ fn run(seed: u64) {
     let leaked = run.leaked();
     let most = LEFT_MAX * usize::from(NODES) * run.faults;
     assert!(leaked <= most, "seed {seed}: {leaked} objects, {} faults", run.faults);
-    // A byte of an object changes: what is restored is right, or nothing is.
+    // A byte of an object changes: the restore returns the right bytes, or fails.
     let record = run.world.lock().unwrap().record.clone().unwrap();
     for _ in 0..6 {
         let mut world = run.world.lock().unwrap();
@@ -474,8 +474,8 @@ fn without_faults_nothing_is_left_behind() {
     assert!(world.nodes.values().all(BTreeMap::is_empty), "{:?}", world.nodes.keys());
 }
 
-/// A sync of a hundred chunks ends at each operation in turn; afterwards nothing is left but what
-/// had no name at that moment.
+/// Ends a sync of a hundred chunks at each operation in turn. Only objects without a name at that
+/// moment may leak.
 fn crash_everywhere() {
     for after in (1..).step_by(7) {
         let mut run = Run::new(after as u64);

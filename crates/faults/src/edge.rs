@@ -1,6 +1,5 @@
-//! What the monitor needs besides the kernel.
-//!
-//! That is the sender, reads from memory nodes, the other programs of the run, and a clock.
+//! The interface of the monitor to everything besides the kernel: the sender, memory nodes, the
+//! other programs of the run, and a clock.
 
 use aquifer_pager::{BlockId, FetchError, Location, SlabSet, StageOutcome, TableError, Volume, WrittenBatch};
 
@@ -20,7 +19,7 @@ pub struct EvictedBatch {
     pub clean_copies: Vec<Option<Location>>,
 }
 
-/// What the sender has completed.
+/// A completion by the sender.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum SenderEvent {
     /// A batch is in the mempool, and its staging buffer may be used again.
@@ -29,21 +28,21 @@ pub enum SenderEvent {
         block: BlockId,
         /// Number of the staging buffer.
         buffer: usize,
-        /// What the sender found each page to be, in the order of the batch.
+        /// The outcome of each page, in the order of the batch.
         found: Vec<StageOutcome>,
     },
     /// All live replicas have acknowledged a block.
     Written(Box<WrittenBatch>),
 }
 
-/// Some of the other programs of a run, or of other runs.
+/// Selects other programs of the run, or of several runs, whose monitors are to be woken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Relatives {
-    /// Those with the most pages, which must make room.
+pub enum OtherPrograms {
+    /// Programs of the run with the most pages, which must make room.
     WithPages,
-    /// Those that own blocks, which must pass one.
+    /// Programs of the run that own blocks, which must pass one on.
     WithBlocks,
-    /// Those that wait for a block ([`Edge::set_waits_for_block`]).
+    /// Programs of the run that wait for a block ([`Edge::set_waits_for_block`]).
     WithoutBlock,
     /// Programs of all runs that own blocks of the mempool, which may have to free some.
     AllWithBlocks,
@@ -51,7 +50,7 @@ pub enum Relatives {
     UsersWithoutBlock,
 }
 
-/// The world around one monitor.
+/// The environment of one monitor.
 ///
 /// The product implements it with real programs and memory nodes, the simulator with models.
 pub trait Edge: Kernel {
@@ -64,7 +63,7 @@ pub trait Edge: Kernel {
     /// restart, or hold pages that are moved between slabs.
     fn submit_block(&mut self, block: BlockId, slots: u64);
 
-    /// Appends what the sender has completed since the last call.
+    /// Appends the completions of the sender since the last call.
     fn poll_sender(&mut self, out: &mut Vec<SenderEvent>);
 
     /// Waits for a bounded time until the sender has completed something.
@@ -74,13 +73,13 @@ pub trait Edge: Kernel {
 
     /// Reads pages from memory nodes into the fetch buffer.
     ///
-    /// Returns how many pages, from the first, have arrived with the right checksum.
+    /// Returns the number of leading pages that have arrived with the right checksum.
     ///
     /// # Errors
     /// If the first page cannot be read from any replica.
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError>;
 
-    /// Page `index` of the fetch buffer.
+    /// Returns page `index` of the fetch buffer.
     fn fetched_page(&self, index: usize) -> &[u8];
 
     /// Begins to serve a forked child.
@@ -91,21 +90,21 @@ pub trait Edge: Kernel {
     /// The child's userfaultfd must stay open as long as the child lives.
     fn refuse_child(&mut self, child: Self::Child, error: &TableError);
 
-    /// Ends the run, because the parent of a forked child is served no more and the child cannot
-    /// be.
+    /// Ends the run, because the parent of a forked child is not served any more, so that the child
+    /// cannot be served either.
     ///
     /// The child's userfaultfd must stay open as long as the child lives.
     fn abandon_child(&mut self, child: Self::Child);
 
-    /// Ends the run, because a program does what no program does that leaves its userfaultfd alone.
+    /// Ends the run, because the program used its userfaultfd itself.
     fn end_run(&mut self, reason: &str);
 
     /// Sets whether this program waits for a block of another program of the run.
     fn set_waits_for_block(&mut self, waits: bool);
 
-    /// Wakes the monitors of other programs of the run that can help this one, or that it has
-    /// helped.
-    fn wake_relatives(&mut self, relatives: Relatives);
+    /// Wakes the monitors of other programs, which can free memory for this program, or can use
+    /// memory that it has freed.
+    fn wake_others(&mut self, others: OtherPrograms);
 
     /// Reports the loss of a page to the log and to the owner of the run.
     fn report_lost(&mut self, page: u64, error: &FetchError);

@@ -18,7 +18,7 @@ fn reopen(journal: &Journal) -> Memory {
     Memory::whole(fd).expect("it is a memfd")
 }
 
-/// A message as the kernel writes it.
+/// A message in the format of the kernel.
 fn message(kind: u8, words: [u64; 3]) -> [u8; 32] {
     let mut bytes = [0; 32];
     bytes[0] = kind;

@@ -27,7 +27,7 @@ const GOOD_COPY_AT: usize = 12;
 const REMAP_AT: usize = 16;
 const FIRST_AT: usize = 20;
 const MESSAGES_AT: usize = 64;
-/// Most messages of one read.
+/// Maximum number of messages of one read.
 const MESSAGES_MAX: usize = 64;
 const COPIES_AT: usize = 4096;
 const COPY_BYTES: usize = 8192;
@@ -40,9 +40,9 @@ const APPLIED_AT: usize = 24;
 const PENDING_UNMAPS_AT: usize = 64;
 const REMOVED_AT: usize = 2048;
 const AREA_BYTES: usize = 16;
-/// Most ranges that were moved away and are not yet reported as unmapped.
+/// Maximum number of ranges that were moved away and are not yet reported as unmapped.
 const PENDING_UNMAPS_MAX: usize = (REMOVED_AT - PENDING_UNMAPS_AT) / AREA_BYTES;
-/// Most removed ranges outside of the registered areas.
+/// Maximum number of removed ranges outside of the registered areas.
 const REMOVED_MAX: usize = (COPY_BYTES - REMOVED_AT) / AREA_BYTES;
 /// Count that stands for more ranges than fit.
 const TOO_MANY: u32 = u32::MAX;
@@ -56,7 +56,7 @@ pub struct PersistentRanges<'a> {
     pub removed: &'a Areas,
 }
 
-/// What another agent left in a journal.
+/// The contents of a journal that another agent has left.
 #[derive(Debug, Default)]
 pub struct JournalContents {
     /// Process id of the agent that read last: descriptors in messages are numbers in that process.
@@ -69,7 +69,7 @@ pub struct JournalContents {
     pub removed: Option<Areas>,
     /// Events that were read and not applied, in order, with the position of each.
     pub unapplied: Vec<(usize, UffdMessage<RawFd>)>,
-    /// Index of that one which is a remap that had begun: its new range is already discarded.
+    /// Index in `unapplied` of the remap that had begun: its new range is already discarded.
     pub remapping: Option<usize>,
 }
 
@@ -101,7 +101,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Opens the journal that another agent left in `memory`.
+    /// Opens the journal that another agent has left in `memory`.
     ///
     /// # Errors
     /// If `memory` is not a journal of this version, or cannot be locked.
@@ -172,7 +172,8 @@ impl Journal {
         self.read_behind(source, out);
     }
 
-    /// As [`Self::read`], although events of the previous read are not applied. Their indices stay.
+    /// Appends more messages, as [`Self::read`], although events of the previous read are not
+    /// applied. The indices of those events stay valid.
     ///
     /// Returns false if there is no room.
     pub fn read_more(
@@ -236,7 +237,7 @@ impl Journal {
         self.commit(self.applied() | 1 << self.positions[index], sequence, ranges);
     }
 
-    /// Records that event `index` of those that another agent left was applied; drops it.
+    /// Records that event `index` of [`JournalContents::unapplied`] was applied.
     pub fn skip_event(&mut self, index: usize, ranges: PersistentRanges<'_>) {
         self.event_applied(index, ranges);
         self.positions.remove(index);

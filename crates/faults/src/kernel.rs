@@ -1,7 +1,7 @@
-//! What the monitor needs from the kernel and from the program's worker.
+//! The interface of the monitor to the kernel and to the program's worker.
 //!
-//! The product asks the real ones. The simulator asks a model that interleaves threads of the
-//! program at every call.
+//! The product implements it with both. The simulator implements it with a model that interleaves
+//! threads of the program at every call.
 
 use aquifer_pager::{PageNumber, Slot};
 
@@ -57,7 +57,7 @@ pub enum UffdMessage<C> {
 }
 
 impl<C> UffdMessage<C> {
-    /// A bound of the pages that the message names.
+    /// An upper bound of the pages that the message names.
     pub(crate) fn last_page(&self) -> PageNumber {
         match self {
             Self::Fault(fault) => fault.page.saturating_add(1),
@@ -67,7 +67,7 @@ impl<C> UffdMessage<C> {
         }
     }
 
-    /// Converts the descriptor of a forked child.
+    /// Converts the descriptor of a forked child with `make`.
     pub fn map_child<D>(self, make: impl FnOnce(C) -> D) -> UffdMessage<D> {
         match self {
             Self::Fault(fault) => UffdMessage::Fault(fault),
@@ -79,7 +79,7 @@ impl<C> UffdMessage<C> {
     }
 }
 
-/// Where a fill takes its bytes from.
+/// The source of the bytes of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FillSource {
     /// The fetch buffer, from page `index` on.
@@ -94,7 +94,7 @@ pub enum FillSource {
     },
 }
 
-/// What stopped a fill.
+/// The reason why a fill stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FillStop {
     /// The next page is present.
@@ -112,13 +112,13 @@ pub enum FillStop {
 /// Outcome of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FillOutcome {
-    /// Pages filled, from the first; threads that waited for them were woken.
+    /// Number of leading pages that were filled. Threads that waited for them were woken.
     pub pages: usize,
-    /// What stopped the fill; `None` if all pages were filled, or some were.
+    /// Why no page was filled; `None` if some or all pages were.
     pub stop: Option<FillStop>,
 }
 
-/// What the worker did with a page.
+/// The outcome of the worker's attempt to move a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MoveOutcome {
     /// The page left the program and is in the staging buffer.
@@ -129,10 +129,10 @@ pub enum MoveOutcome {
     Absent,
 }
 
-/// Whether [`Kernel::read_more_messages`] could read.
+/// The outcome of [`Kernel::read_more_messages`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MoreMessages {
-    /// It has read what there was.
+    /// All pending messages were read.
     Read,
     /// There is no room for more messages before those that were read are applied.
     NoRoom,
@@ -147,13 +147,13 @@ pub trait Kernel {
     /// Userfaultfd of a forked child.
     type Child;
 
-    /// Appends the messages that are there, without waiting.
+    /// Appends the pending messages, without waiting.
     ///
     /// Must be called only after all events of the previous call were applied.
     fn read_messages(&mut self, out: &mut Vec<UffdMessage<Self::Child>>);
 
-    /// Appends the messages that have come since, without waiting, although events of the previous
-    /// call are not applied. Their indices follow those of the previous call.
+    /// Appends the messages that have arrived since the previous call, without waiting, although
+    /// the events of that call are not applied. Their indices follow those of the previous call.
     fn read_more_messages(&mut self, out: &mut Vec<UffdMessage<Self::Child>>) -> MoreMessages;
 
     /// Records that event `index` is about to be applied before events that were read earlier, so
@@ -200,7 +200,7 @@ pub trait Kernel {
     /// The registered areas that overlap some ranges; `None` while an event is unread.
     fn registered_areas(&mut self, ranges: &[Area]) -> Option<Areas>;
 
-    /// Appends present pages of a range, at most `max`; returns the end of what was scanned.
+    /// Appends present pages of a range, at most `max`. Returns the page at which the scan ended.
     fn present_pages(
         &mut self,
         start: PageNumber,
@@ -212,21 +212,23 @@ pub trait Kernel {
     /// Appends the pages of a range that are present and that no other process shares.
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 
-    /// The registered areas in which a forked child has what its parent had, once.
+    /// The registered areas that a forked child has inherited from its parent. Returned only once;
+    /// `None` afterwards, or if nothing has to be checked.
     fn inherited_areas(&mut self) -> Option<Areas>;
 
-    /// Notes that all other pages were discarded.
+    /// Records that the pages outside of [`Self::inherited_areas`] were discarded.
     fn inheritance_checked(&mut self);
 
-    /// Lets the worker move pages into a staging buffer.
+    /// Commands the worker to move pages into a staging buffer.
     ///
     /// No messages may be read before it has finished: an event that is raised meanwhile stays
     /// unread, so the kernel refuses the moves that it would make wrong.
     fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]);
 
-    /// Waits for the worker for a while; returns whether it has finished.
+    /// Waits for the worker for a bounded time. Returns whether it has finished; then one outcome
+    /// for each page is appended.
     ///
-    /// Then one outcome for each page is appended. The worker may not be able to run for any time.
+    /// The worker may be unable to run for any length of time.
     ///
     /// # Errors
     /// If the program has ended.
@@ -250,7 +252,7 @@ pub trait Kernel {
     /// [`Self::unlock_pins`].
     fn lock_pins(&mut self);
 
-    /// Lets threads go on that have pinned pages since [`Self::lock_pins`].
+    /// Resumes the threads that have pinned pages since [`Self::lock_pins`].
     fn unlock_pins(&mut self);
 
     /// Whether the program had asked that a page stays resident, at [`Self::lock_pins`].
@@ -258,10 +260,10 @@ pub trait Kernel {
 
     /// Whether each change of the address space that has begun was read as an event.
     ///
-    /// Found out by a trial fill, which the kernel refuses while an event is unread.
+    /// Checked by a trial fill, which the kernel refuses while an event is unread.
     fn has_no_unread_event(&mut self) -> bool;
 
-    /// Whether there is a message to read.
+    /// Whether a message is pending.
     fn has_message(&mut self) -> bool;
 
     /// Lets other threads run before the caller tries again.

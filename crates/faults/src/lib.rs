@@ -6,7 +6,7 @@
 //! - `uffd`, `worker`, `maps`, `pagemap`: requests to the kernel and to a program's worker.
 //! - `journal`: events that are read and not yet applied, in memory that outlives the agent.
 //! - [`send_loop`]: the turns of a run's sender.
-//! - [`takeover`]: what a program of an agent that has died is resumed from.
+//! - [`takeover`]: recovery of a program whose agent has died.
 //! - `areas`, `stream`, `stats`: sets of pages, detection of sequential access, statistics.
 //!
 //! The crate does not know where evicted pages go: that is the part of the pager.
@@ -30,7 +30,7 @@ mod uffd;
 mod worker;
 
 pub use areas::{Area, Areas};
-pub use edge::{Edge, EvictedBatch, Relatives, SenderEvent};
+pub use edge::{Edge, EvictedBatch, OtherPrograms, SenderEvent};
 pub use journal::{Journal, JournalContents, PersistentRanges};
 pub use kernel::{
     FillOutcome, FillSource, FillStop, Kernel, MoreMessages, MoveOutcome, PageFault, ProgramEnded,

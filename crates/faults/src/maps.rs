@@ -1,4 +1,4 @@
-//! Finds areas that can be paged, and areas that are registered, in `/proc/PID/maps` and `smaps`.
+//! Parsing of `/proc/PID/maps` and `smaps`: areas that can be paged, and areas that are registered.
 
 use std::ops::Range;
 
@@ -9,13 +9,14 @@ use crate::areas::{Area, Areas};
 use crate::mutation::Mutation;
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Smaller areas are not paged, because there are many of them; the heap is, whatever its size.
+/// Minimum size in bytes of a paged area, except the heap. Smaller areas are numerous and are not
+/// paged.
 const AREA_BYTES_MIN: u64 = 256 << 10;
-/// Most pages that an area is expected to grow while it is registered.
+/// Maximum growth of an area, in pages, that is expected while it is registered.
 const ROOM_PAGES_MAX: u64 = (1 << 30) / PAGE;
-/// Largest inaccessible area below a thread's stack.
+/// Maximum size in bytes of the inaccessible area below a thread's stack.
 const GUARD_BYTES_MAX: u64 = 64 << 10;
-/// Largest stack of a thread.
+/// Maximum size in bytes of a thread's stack.
 const STACK_BYTES_MAX: u64 = 64 << 20;
 
 /// One line of `/proc/PID/maps`.
@@ -28,12 +29,12 @@ struct MapsLine<'a> {
     name: &'a [u8],
 }
 
-/// Ranges of a program's memory that it has named in its hello, in bytes, of whole pages.
+/// Ranges of a program's memory from its hello, in bytes, of whole pages.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct PagingBounds {
     /// Memory of the shim itself, which is not paged.
     pub shim_range: Range<u64>,
-    /// Address of the canary, and of the pages for knocks behind it.
+    /// Address of the canary, which the pages for connect-back requests follow.
     pub canary: u64,
     /// The only range that is paged and counted; empty if all areas can be paged.
     pub paged_range: Range<u64>,
@@ -58,7 +59,7 @@ impl PagingBounds {
     }
 }
 
-/// The pageable areas in the text of `/proc/PID/maps`.
+/// Returns the pageable areas in the text of `/proc/PID/maps`.
 ///
 /// These are private, writable, anonymous areas within the bounds that are not stacks of threads.
 /// Lines that cannot be parsed are skipped.
@@ -81,7 +82,7 @@ pub fn pageable_areas(text: &[u8], bounds: &PagingBounds, pins: &[PageNumber]) -
     areas
 }
 
-/// Resident pages of a program that cannot be evicted now, by the reason.
+/// Numbers of resident pages of a program that cannot be evicted now, by reason.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct KeptPages {
     /// In locked areas.
@@ -95,8 +96,8 @@ pub struct KeptPages {
 }
 
 impl KeptPages {
-    /// Those that the program cannot make evictable by a change of protection, which programs do
-    /// often.
+    /// The pages that a permission to write does not make evictable. Programs change the protection
+    /// of the others often.
     #[must_use]
     pub fn lasting(&self) -> u64 {
         self.locked + self.executable + self.other
@@ -111,7 +112,7 @@ impl KeptPages {
     }
 }
 
-/// Resident pages that cannot be evicted, in the text of `/proc/PID/smaps`.
+/// Counts the resident pages that cannot be evicted, in the text of `/proc/PID/smaps`.
 ///
 /// Pages of the shim do not count. Pages that are shared since a fork count for each process.
 #[must_use]
@@ -150,14 +151,14 @@ pub fn kept_pages(text: &[u8], bounds: &PagingBounds, pins: &[PageNumber]) -> Ke
     kept
 }
 
-/// For each of the pageable areas in the text, the page up to which it can grow in place: where the
-/// next mapping or the end of what is pageable is, but not far after its end.
+/// Returns, for each pageable area in the text, the page up to which it can grow in place: to the
+/// next mapping or the end of the pageable range, and by at most [`ROOM_PAGES_MAX`].
 #[must_use]
 pub fn room_to_grow(text: &[u8], areas: &[Area], bounds: &PagingBounds) -> Vec<PageNumber> {
     let mut lines = text.split(|byte| *byte == b'\n').filter_map(parse).peekable();
     let mut room_of = |area: &Area| {
         while lines.next_if(|line| line.end / PAGE < area.end).is_some() {}
-        // What continues behind the area is not for paging.
+        // A mapping that extends beyond the area continues with memory that is not paged.
         lines.next_if(|line| line.end / PAGE == area.end)?;
         let next = lines.peek().map_or(PAGES_MAX, |line| line.start / PAGE);
         let range = area.start * PAGE..next.min(area.end + ROOM_PAGES_MAX) * PAGE;
@@ -166,7 +167,7 @@ pub fn room_to_grow(text: &[u8], areas: &[Area], bounds: &PagingBounds) -> Vec<P
     areas.iter().map(|area| room_of(area).unwrap_or(area.end)).collect()
 }
 
-/// The shared mappings of which a part is in a range of pages, in the text of `/proc/PID/maps`.
+/// Returns the shared mappings that overlap a range of pages, in the text of `/proc/PID/maps`.
 #[must_use]
 pub fn shared_within(text: &[u8], range: Area) -> Vec<Area> {
     let lines = text.split(|byte| *byte == b'\n').filter_map(parse);
@@ -178,12 +179,12 @@ pub fn shared_within(text: &[u8], range: Area) -> Vec<Area> {
     parts.filter(|area| area.start < area.end).collect()
 }
 
-/// Resident pages of areas that begin within a range, in the text of `/proc/PID/smaps`.
+/// Returns the proportional set size (PSS), in pages, of the areas that begin within a range, in
+/// the text of `/proc/PID/smaps`.
 ///
-/// Counts the proportional share (Pss) of shared pages, so that the sum over forked processes is
-/// right.
+/// The sum of the PSS over forked processes counts each shared page once.
 #[must_use]
-pub fn shared_pages(text: &[u8], range: &Range<u64>) -> u64 {
+pub fn pss_pages(text: &[u8], range: &Range<u64>) -> u64 {
     let mut kilobytes = 0_u64;
     let mut is_wanted = false;
     for line in text.split(|byte| *byte == b'\n') {
@@ -198,27 +199,25 @@ pub fn shared_pages(text: &[u8], range: &Range<u64>) -> u64 {
     kilobytes / (PAGE >> 10)
 }
 
-/// The areas that are registered with a userfaultfd, in the text of `/proc/PID/smaps`.
+/// Returns the areas that are registered with a userfaultfd, in the text of `/proc/PID/smaps`.
 #[must_use]
 pub fn registered_areas(text: &[u8]) -> Areas {
     areas_with(text, |flags| flags.contains(&&b"um"[..]))
 }
 
-/// The areas in which a forked child has what the agent knows of its parent, in the text of its
+/// Returns the areas that a forked child has inherited from its parent, in the text of the child's
 /// `/proc/PID/smaps`.
 ///
 /// Areas with `MADV_DONTFORK` do not exist in the child, and those with `MADV_WIPEONFORK` are
-/// empty. What is not registered was mapped after an unmap that the agent had not read before the
-/// fork.
+/// empty. An area that is not registered was mapped after an unmap that the agent had not read
+/// before the fork.
 #[must_use]
 pub fn inherited_areas(text: &[u8]) -> Areas {
     areas_with(text, |flags| flags.contains(&&b"um"[..]) && !flags.contains(&&b"wf"[..]))
 }
 
-/// The registered areas among those in the text of `/proc/PID/maps`; `None` if that is not known of
-/// one of them.
-///
-/// `is_registered`: whether an area is registered, if that is known.
+/// Returns the areas in the text of `/proc/PID/maps` for which `is_registered` returns true; `None`
+/// if it returns `None` for one of them.
 pub fn registered_lines(text: &[u8], is_registered: impl Fn(Area) -> Option<bool>) -> Option<Areas> {
     let mut areas = Areas::default();
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
@@ -230,7 +229,7 @@ pub fn registered_lines(text: &[u8], is_registered: impl Fn(Area) -> Option<bool
     Some(areas)
 }
 
-/// The areas whose flags satisfy a condition, in the text of `/proc/PID/smaps`.
+/// Returns the areas whose flags satisfy a condition, in the text of `/proc/PID/smaps`.
 fn areas_with(text: &[u8], is_wanted: impl Fn(&[&[u8]]) -> bool) -> Areas {
     let mut areas = Areas::default();
     let mut last = None;
@@ -246,12 +245,14 @@ fn areas_with(text: &[u8], is_wanted: impl Fn(&[&[u8]]) -> bool) -> Areas {
     areas
 }
 
-/// What continues a pageable area is pageable, however small: the area has grown while it was
-/// registered, and cannot be moved while it is in two parts.
+/// Whether a mapping is pageable, given the mapping below it.
 ///
-/// Threads may come and go often, and each time the kernel drops the pages of a stack: that would
-/// have to wait for the agent if stacks were registered. A large block of an allocator may also
-/// have an inaccessible page below it, but no pin in it.
+/// A mapping that continues a pageable area is pageable, however small: the area has grown while it
+/// was registered, and cannot be moved while it is in two parts.
+///
+/// Stacks of threads are not paged: whenever a thread ends, the kernel drops the pages of its
+/// stack, which would have to wait for the agent. A stack has an inaccessible area below it and a
+/// pin. A large block of an allocator may also have an inaccessible page below it, but no pin.
 fn is_pageable(
     line: &MapsLine<'_>,
     below: Option<&MapsLine<'_>>,
@@ -443,13 +444,13 @@ mod tests {
     }
 
     #[test]
-    fn shared_pages_are_counted_in_proportion_and_only_within_the_range() {
+    fn pss_counts_shared_pages_in_proportion_and_only_within_the_range() {
         let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\n\
                      Pss:                 400 kB\nPss_Dirty: 7 kB\n\
                      7f0000100000-7f0000200000 rw-p 00000000 00:00 0 \nPss:       44 kB\nPss:\n\
                      7f0000400000-7f0000500000 rw-p 00000000 00:00 0 \nPss:       4000 kB\n";
-        assert_eq!(shared_pages(text, &(0x7f00_0000_0000..0x7f00_0040_0000)), 111);
-        assert_eq!(shared_pages(text, &(0..0)), 0);
+        assert_eq!(pss_pages(text, &(0x7f00_0000_0000..0x7f00_0040_0000)), 111);
+        assert_eq!(pss_pages(text, &(0..0)), 0);
     }
 
     proptest! {
@@ -461,7 +462,7 @@ mod tests {
             for text in [&text, &TEXT[..cut]] {
                 let bounds = PagingBounds { shim_range: 0..4096, canary: 0, paged_range: 0..0 };
                 let _ = pageable_areas(text, &bounds, &[7]);
-                let _ = shared_pages(text, &(0..u64::MAX));
+                let _ = pss_pages(text, &(0..u64::MAX));
                 let _ = kept_pages(text, &bounds, &[7]);
             }
         }

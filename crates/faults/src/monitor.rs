@@ -37,12 +37,13 @@ use recovery::UnplacedBatch;
 pub use recovery::{EvictionBatch, ResumeState, partly_staged_block};
 use repack::RepackProgress;
 
-/// Messages that fit without a new allocation; the journal reads at most as many at once.
+/// Maximum number of messages that the journal reads at once.
 const MESSAGES_MAX: usize = 64;
-/// A page table may be this large under any limit: enough for 8 GiB of neighbouring pages.
+/// Size in bytes that a page table may have under any limit: enough for 8 GiB of neighbouring
+/// pages.
 const TABLE_BYTES_FREE: usize = 16 << 20;
 
-/// What the caller must do after a turn.
+/// The outcome of a turn: the next action of the caller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TurnOutcome {
     /// Turn again at once.
@@ -73,7 +74,7 @@ pub struct Monitor<E: Edge> {
     has_unapplied_events: bool,
     /// Areas that the sampler has found and that are not yet registered.
     found: Vec<Area>,
-    /// Ranges of which parts were registered, and it is not known which parts.
+    /// Ranges that were registered in part, in which the registered parts are not known yet.
     unconfirmed: Areas,
     /// Registered ranges that are not yet adopted.
     adopting: Areas,
@@ -89,7 +90,7 @@ pub struct Monitor<E: Edge> {
     pending_unmaps: Vec<Area>,
     /// Ranges that a remap moved away, and that are still registered if the kernel reports no unmap
     /// (`MREMAP_DONTUNMAP`).
-    left: Areas,
+    vacated: Areas,
     streams: StreamDetector,
     messages: Vec<UffdMessage<E::Child>>,
     /// Faults that wait for the sender, for room, or for the next turn.
@@ -148,7 +149,7 @@ impl<E: Edge> Monitor<E> {
             held_back: Vec::new(),
             removed: Areas::default(),
             pending_unmaps: Vec::new(),
-            left: Areas::default(),
+            vacated: Areas::default(),
             streams: StreamDetector::default(),
             messages: Vec::with_capacity(MESSAGES_MAX),
             pending: Vec::with_capacity(MESSAGES_MAX),
@@ -171,7 +172,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// The edge.
+    /// The edge of the monitor.
     pub fn edge(&mut self) -> &mut E {
         &mut self.edge
     }
@@ -187,20 +188,20 @@ impl<E: Edge> Monitor<E> {
         &self.areas
     }
 
-    /// Notes that the program has ended.
+    /// Records that the program has ended.
     pub fn end(&mut self) {
         self.has_ended = true;
     }
 
-    /// Frees all that the program had, after its batches in flight have ended.
+    /// Frees all memory of the program, after its batches in flight have ended.
     ///
-    /// The sender must have been told to abandon the program, so that no batch waits for room.
+    /// The sender must have abandoned the program before, so that no batch waits for room.
     pub fn close(mut self) {
         while self.volume.is_in_flight() {
             self.edge.wait_for_sender();
             self.apply_sender_events();
         }
-        // The worker may wait for that.
+        // The worker may wait for the pins.
         for batch in std::mem::take(&mut self.unplaced_batches) {
             self.edge.release_buffer(batch.buffer());
         }
@@ -208,7 +209,7 @@ impl<E: Edge> Monitor<E> {
         self.announce_free_block();
     }
 
-    /// Does all that can be done without waiting.
+    /// Makes all progress that is possible without waiting.
     pub fn turn(&mut self) -> TurnOutcome {
         self.apply_sender_events();
         self.check_table();

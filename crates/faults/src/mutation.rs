@@ -1,7 +1,6 @@
-//! The mutations of what an agent reads from programs, the kernel and earlier agents: checks that
-//! tests omit on purpose.
+//! Checks of data from programs, the kernel and earlier agents, which tests omit on purpose.
 //!
-//! Each is named at its check in `docs/formats/paging.md`.
+//! `docs/formats/paging.md` names each at its check.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.
@@ -10,7 +9,7 @@ aquifer_mutation::mutations! {
         TrustBatchCount,
         /// The number of ranges in a journal is not bounded.
         TrustRangeCount,
-        /// An area may end behind the last page of an address space.
+        /// An area may end after the last page of an address space.
         IgnoreAddressEnd,
     }
 }

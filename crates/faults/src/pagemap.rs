@@ -1,6 +1,6 @@
-//! Which pages of a program are present, and which it shares, by `/proc/PID/pagemap`.
+//! Reads of `/proc/PID/pagemap`: the pages of a program that are present, and those that it shares.
 //!
-//! `PAGEMAP_SCAN` skips holes without a look at each page.
+//! `PAGEMAP_SCAN` skips holes without a check of each page.
 
 use std::io;
 use std::ops::Range;
@@ -10,13 +10,13 @@ use aquifer_pager::{PAGE_BYTES, PageNumber};
 use aquifer_uffd::{PAGE_IS_FILE, PAGE_IS_PRESENT, PAGEMAP_SCAN, page_region, pm_scan_arg};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Most regions that one call reports.
+/// Maximum number of regions that one call reports.
 const REGIONS_MAX: usize = 512;
 
 /// Calls `report` with each range of consecutive present private pages in `range`, in ascending
 /// order.
 ///
-/// Stops after `max` pages, and returns the end of what was scanned.
+/// Stops after `max` pages, and returns the page at which the scan ended.
 ///
 /// # Errors
 /// If the process has ended, or Linux is older than 6.7.
@@ -63,15 +63,15 @@ pub fn present(
 
 /// Whether no process has the memory of the file any more.
 ///
-/// A read at an odd offset is refused only if the memory exists, before the kernel waits for a
-/// lock.
+/// Checked by a read at an odd offset: the kernel refuses it if the memory exists, before it waits
+/// for a lock.
 pub fn is_memory_gone(file: BorrowedFd<'_>) -> bool {
     rustix::io::pread(file, &mut [0; 8], 1) != Err(rustix::io::Errno::INVAL)
 }
 
-/// Entries of the file that are read at once.
+/// Maximum number of entries of the file in one read.
 const ENTRIES_MAX: usize = 8192;
-/// Bits of an entry.
+/// Bit of an entry whose page is present.
 const ENTRY_IS_PRESENT: u64 = 1 << 63;
 const ENTRY_IS_FILE: u64 = 1 << 61;
 const ENTRY_IS_EXCLUSIVE: u64 = 1 << 56;

@@ -1,8 +1,8 @@
-//! The turns of a run's sender: batches and blocks of its programs are staged in their order, and
-//! each program learns what became of them.
+//! The loop of a run's sender: stages batches and blocks of the run's programs in their order, and
+//! notifies each program of their completion.
 //!
-//! The product turns the loop in a thread, with real programs. The simulator turns it among the
-//! steps of its model.
+//! The product runs the loop in a thread, with real programs. The simulator runs it among the steps
+//! of its model.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use aquifer_pager::{BLOCK_PAGES, BlockId, Mempool, Mutation, NoRoom, Sender, Sta
 
 use crate::edge::{EvictedBatch, SenderEvent};
 
-/// A program as the sender sees it. Clones name the same program.
+/// The sender's access to a program. Clones name the same program.
 pub trait SentProgram: Clone {
     /// Number of the program. It owns the batches.
     fn id(&self) -> u64;
 
     /// Copies a batch from its staging buffer into its block.
     ///
-    /// Returns how many pages, from the first, were copied: fewer than all if the program has
+    /// Returns the number of leading pages that were copied: fewer than all if the program has
     /// ended.
     fn copy_batch(&self, mempool: &Mempool, batch: &EvictedBatch) -> usize;
 
@@ -26,7 +26,7 @@ pub trait SentProgram: Clone {
     fn push_event(&self, event: SenderEvent);
 }
 
-/// Pages to be staged, and their program.
+/// A request to stage pages of a program.
 #[derive(Debug)]
 pub struct SendRequest<P> {
     program: P,
@@ -41,7 +41,7 @@ enum PageSource {
     Block { block: BlockId, slots: u64 },
 }
 
-/// What monitors ask of the sender.
+/// The requests of monitors to the sender.
 #[derive(Debug)]
 pub struct SendQueue<P> {
     requests: VecDeque<SendRequest<P>>,
@@ -67,12 +67,12 @@ impl<P: SentProgram> SendQueue<P> {
         self.requests.push_back(SendRequest { program, source: PageSource::Block { block, slots } });
     }
 
-    /// Notes that a program has ended, so that its pages need not be written.
+    /// Records that a program has ended, so that its pages need not be written.
     pub fn abandon(&mut self, program: u64) {
         self.abandoned.push(program);
     }
 
-    /// Lets the loop end when all requests are completed.
+    /// Requests that the loop ends when all requests are completed.
     pub fn stop(&mut self) {
         self.is_stopping = true;
     }
@@ -90,18 +90,18 @@ impl<P: SentProgram> SendQueue<P> {
     }
 }
 
-/// What a turn begins with.
+/// The first step of a turn.
 #[derive(Debug)]
 pub enum NextStep<P> {
-    /// Stage this.
+    /// Stage the pages of a request.
     Stage(SendRequest<P>),
-    /// Only look for acknowledgements.
+    /// Only poll for acknowledgements.
     Poll,
-    /// Nothing: the run has ended and all is completed.
+    /// End the loop: the run has ended, and all requests are completed.
     End,
 }
 
-/// The sender of a run, and the programs whose batches it has.
+/// The sender of a run, with the programs whose batches are in flight.
 #[derive(Debug)]
 pub struct SendLoop<P> {
     /// The sender.
@@ -114,14 +114,15 @@ pub struct SendLoop<P> {
 }
 
 impl<P: SentProgram> SendLoop<P> {
-    /// A loop of a new sender.
+    /// Creates the loop of a new sender.
     #[must_use]
     pub fn new(sender: Sender, mempool: Arc<Mempool>) -> Self {
         let found = Vec::with_capacity(BLOCK_PAGES);
         Self { sender, mempool, programs: Vec::new(), written: Vec::new(), found }
     }
 
-    /// Takes what a turn begins with from the queue.
+    /// Applies the queue's abandoned programs and stop request, and returns the first step of the
+    /// turn.
     pub fn next_step(&mut self, queue: &mut SendQueue<P>) -> NextStep<P> {
         for owner in std::mem::take(&mut queue.abandoned) {
             self.sender.abandon(owner);
@@ -185,12 +186,12 @@ impl<P: SentProgram> SendLoop<P> {
         program.push_event(SenderEvent::Staged { block, buffer, found: self.found.clone() });
     }
 
-    /// Writes what is staged, and passes on what memory nodes have acknowledged.
+    /// Writes staged pages to memory nodes, and passes acknowledgements on to the programs.
     ///
     /// Returns whether anything was acknowledged.
     ///
     /// # Errors
-    /// If staged pages find no room in the pool. They wait.
+    /// If the pool has no room for staged pages. They stay staged, and a later call retries.
     pub fn advance(&mut self) -> (bool, Result<(), NoRoom>) {
         let result = self.sender.advance(&mut self.written);
         let has_written = !self.written.is_empty();
@@ -202,7 +203,7 @@ impl<P: SentProgram> SendLoop<P> {
 
     fn push_written(&mut self, written: WrittenBatch) {
         let at = self.programs.iter().position(|(program, _)| program.id() == written.owner);
-        let at = at.expect("its batch was staged");
+        let at = at.expect("only staged batches are acknowledged");
         let (program, batches) = &mut self.programs[at];
         program.push_event(SenderEvent::Written(Box::new(written)));
         *batches -= 1;

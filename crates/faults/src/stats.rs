@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_latency::LatencyHistogram;
 
-/// What has happened to one program so far.
+/// Counters of one program since its start.
 #[derive(Debug, Default)]
 pub struct FaultStats {
     /// Faults served.
@@ -17,9 +17,9 @@ pub struct FaultStats {
     pub staging_hits: AtomicU64,
     /// Pages filled from memory nodes.
     pub remote_reads: AtomicU64,
-    /// Pages among them that no fault had asked for.
+    /// Pages filled from memory nodes ahead of a fault.
     pub prefetched: AtomicU64,
-    /// READ trips to memory nodes for these pages.
+    /// READ trips to memory nodes for filled pages.
     pub remote_read_trips: AtomicU64,
     /// Pages evicted from the program.
     pub evictions: AtomicU64,
@@ -37,7 +37,7 @@ impl FaultStats {
         counter.store(counter.load(Relaxed) + count as u64, Relaxed);
     }
 
-    /// Adds all that `other` has counted.
+    /// Adds the counts and latencies of `other`.
     pub fn merge(&self, other: &Self) {
         for (mine, theirs) in self.counters().into_iter().zip(other.counters()) {
             mine.fetch_add(theirs.load(Relaxed), Relaxed);
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_and_merging() {
+    fn merging_adds_counters_and_latencies() {
         let one = FaultStats::default();
         assert_eq!(one.latency.quantile(0.5), 0);
         for value in 1..=1000u64 {

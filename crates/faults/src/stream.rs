@@ -1,4 +1,4 @@
-//! Detects sequential access, and says how many pages to fill at a fault.
+//! Detection of sequential access, which determines the number of pages to fill at a fault.
 //!
 //! Up to [`STREAMS`] sequential streams are tracked at once. A fault at a position that a stream
 //! expects doubles the stream's window. Any other fault begins a new stream with a window of one
@@ -9,7 +9,7 @@ use aquifer_pager::PageNumber;
 const STREAMS: usize = 8;
 
 #[derive(Clone, Copy, Debug, Default)]
-/// A sequential access: the fault that is expected next, and how many pages to fill at it.
+/// A sequential access: the fault that is expected next, and the number of pages to fill at it.
 struct SequentialStream {
     next: PageNumber,
     window: usize,
@@ -24,7 +24,7 @@ pub struct StreamDetector {
 }
 
 impl StreamDetector {
-    /// How many pages to fill at this fault, with the faulting page: 1 to `max`.
+    /// Returns the number of pages to fill at a fault, including the faulting page: 1 to `max`.
     pub fn window(&mut self, page: PageNumber, max: usize) -> usize {
         self.clock += 1;
         let known = self.streams.iter().position(|stream| {

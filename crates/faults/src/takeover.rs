@@ -1,11 +1,11 @@
-//! Takes over a program from an agent that has died, by what its journal and its page table say.
+//! Recovery of a program from its journal and its page table, after its agent has died.
 //!
 //! 1. [`KeptProgram::recover`], for all programs: completes the event that was applied in part,
 //!    finds the events that are left to apply, and recovers the volume.
 //! 2. [`finish`], once for a mempool: frees the blocks that no volume owns, and reserves a block
 //!    for each batch that is in a staging buffer.
-//! 3. [`TakenPages::into_resume_state`], for each program that goes on: what its monitor starts
-//!    from.
+//! 3. [`TakenPages::into_resume_state`], for each program that continues: the state with which its
+//!    monitor starts.
 //!
 //! The code touches only memory that both agents map, so the simulator runs it too.
 
@@ -26,7 +26,7 @@ use crate::monitor::{EvictionBatch, ResumeState, partly_staged_block};
 /// The fork from which a program comes: the parent, and the sequence number of the event.
 pub type Origin = (u64, u64);
 
-/// A program as the other agent has left it.
+/// A program whose agent has died, before its recovery.
 #[derive(Debug)]
 pub struct KeptProgram {
     id: u64,
@@ -37,7 +37,7 @@ pub struct KeptProgram {
 }
 
 impl KeptProgram {
-    /// Opens what the other agent has left of program `id`.
+    /// Opens the page table and the journal of program `id`.
     ///
     /// # Errors
     /// If `journal` is not a journal of this version.
@@ -48,7 +48,7 @@ impl KeptProgram {
 
     /// Sets a hook that is called before each store to the page table and to the journal.
     ///
-    /// The simulator lets the agent die in it.
+    /// The simulator uses it to kill the agent there.
     pub fn before_store(&mut self, hook: fn()) {
         self.before_store = Some(hook);
     }
@@ -74,7 +74,7 @@ impl KeptProgram {
     /// and its descriptor there.
     ///
     /// # Errors
-    /// If the program cannot be served on. It must be ended then.
+    /// If the program cannot be resumed. The caller must end it.
     pub fn recover<C>(
         mut self,
         served: &HashSet<Origin>,
@@ -133,18 +133,18 @@ impl KeptProgram {
     }
 }
 
-/// A program that can be served on.
+/// A recovered program, which can be resumed.
 #[derive(Debug)]
 pub struct TakenProgram<C> {
-    /// Its journal.
+    /// The journal of the program.
     pub journal: Journal,
     /// Events that were read and not applied. The monitor must read them first.
     pub unapplied: Vec<UffdMessage<C>>,
-    /// Where its pages are.
+    /// The pages of the program.
     pub pages: TakenPages,
 }
 
-/// Where the pages of a program are that can be served on.
+/// The recovered pages of a program.
 #[derive(Debug)]
 pub struct TakenPages {
     recovered: RecoveredVolume,
@@ -178,10 +178,10 @@ impl TakenPages {
         volume.close();
     }
 
-    /// Makes the state from which the program's monitor starts.
+    /// Makes the state with which the program's monitor starts.
     ///
-    /// `registered`: its registered ranges. `batches`: per staging buffer, the pages of the last
-    /// command, and what the worker did with each.
+    /// `registered`: the registered ranges of the program. `batches`: per staging buffer, the pages
+    /// of the last command, and the outcome of each.
     #[must_use]
     pub fn into_resume_state(self, registered: Areas, batches: Vec<EvictionBatch>) -> ResumeState {
         let Self { recovered, pending_unmaps, removed } = self;

@@ -29,7 +29,7 @@ const EVENT_UNMAP: u8 = 0x16;
 
 /// Bytes of one message of the kernel.
 pub const MESSAGE_BYTES: usize = 32;
-/// Most messages that [`Userfaultfd::read_messages`] reads at once.
+/// Maximum number of messages that [`Userfaultfd::read_messages`] reads at once.
 const MESSAGES_MAX: usize = 16;
 /// Range of the addresses of programs.
 const USER_START: u64 = 1 << 16;
@@ -69,7 +69,7 @@ impl Userfaultfd {
     /// Opens a userfaultfd of this process, and enables the features that the monitor needs.
     ///
     /// # Errors
-    /// If this user may not, or the kernel lacks a feature.
+    /// If this user lacks the permission, or the kernel lacks a feature.
     pub fn create() -> io::Result<Self> {
         use rustix::mm::{UserfaultfdFlags, userfaultfd};
         // SAFETY: the descriptor changes no memory before a range is registered.
@@ -96,9 +96,9 @@ impl Userfaultfd {
         self.request(UFFDIO_API, &raw mut argument)
     }
 
-    /// Lets the kernel write pending messages to `buffer`; returns the number of bytes written.
+    /// Reads pending messages into `buffer`, and returns the number of bytes.
     ///
-    /// Does not wait, whatever the program has done to the flags of the descriptor that it shares.
+    /// Does not wait, even if the program has changed the flags of the descriptor, which it shares.
     pub fn read(&self, buffer: &mut [u8]) -> usize {
         let part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
         // SAFETY: the kernel writes at most the length of the buffer, which this call borrows.
@@ -110,8 +110,9 @@ impl Userfaultfd {
         usize::try_from(done).unwrap_or(0)
     }
 
-    /// Reads with the flag of the descriptor set again, which the program may have cleared. One
-    /// that clears it in between holds up the calling thread, which must serve no other program.
+    /// Sets the non-blocking flag, which the program may have cleared, and reads. A program that
+    /// clears the flag in between blocks the calling thread, which therefore must serve no other
+    /// program.
     fn read_by_flag(&self, buffer: &mut [u8]) -> usize {
         if let Err(error) = rustix::fs::fcntl_setfl(self, rustix::fs::OFlags::NONBLOCK) {
             tracing::warn!(%error, "cannot make a userfaultfd non-blocking");
@@ -144,7 +145,8 @@ impl Userfaultfd {
         self.request(UFFDIO_REGISTER, &raw mut argument)
     }
 
-    /// Has the kernel not report faults in a range any more, and wakes the threads that wait there.
+    /// Unregisters a range: the kernel reports no more faults in it, and wakes the threads that
+    /// wait there.
     ///
     /// # Errors
     /// If something in the range cannot be registered at all.
@@ -153,7 +155,7 @@ impl Userfaultfd {
         self.request(UFFDIO_UNREGISTER, &raw mut argument)
     }
 
-    /// Makes reads return at once again.
+    /// Sets the non-blocking flag of the descriptor again.
     pub(crate) fn make_nonblocking(&self) {
         let flags = rustix::fs::fcntl_getfl(&self.0);
         let set = flags.and_then(|flags| rustix::fs::fcntl_setfl(&self.0, flags | OFlags::NONBLOCK));
@@ -213,7 +215,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Whether the memory exists, by a request that changes nothing but the write protection of a
+    /// Whether the memory exists. Checked by a request that only removes the write protection of a
     /// page.
     pub(crate) fn is_alive(&self, page: PageNumber) -> bool {
         let mut argument =
@@ -323,7 +325,7 @@ pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<UffdMessage<RawFd>> {
     })
 }
 
-/// A message as the kernel writes it.
+/// Encodes a message in the format of the kernel.
 #[must_use]
 pub fn to_bytes(message: &UffdMessage<RawFd>) -> [u8; MESSAGE_BYTES] {
     let address = |page: PageNumber| page * PAGE_BYTES as u64;

@@ -18,16 +18,16 @@ use crate::areas::{Area, Areas};
 use crate::kernel::MoveOutcome;
 use crate::mutation::Mutation;
 
-/// How long to wait for a worker before the caller does other work.
-const PATIENCE: Duration = Duration::from_millis(50);
+/// Timeout of one wait for a worker, after which the caller does other work.
+const WAIT_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// A control memory that is mapped here.
+/// The agent's mapping of a control memory.
 #[derive(Debug)]
 pub struct ControlMemory(*mut WorkerControl);
 
 // SAFETY: the mapping belongs to this value alone and holds atomics only.
 unsafe impl Send for ControlMemory {}
-// SAFETY: as above.
+// SAFETY: for the reason given for `Send`.
 unsafe impl Sync for ControlMemory {}
 
 impl ControlMemory {
@@ -35,7 +35,7 @@ impl ControlMemory {
         if rustix::fs::fstat(fd)?.st_size < i64::try_from(CONTROL_BYTES).expect("a few pages") {
             return Err(io::Error::other("the control memory is too small"));
         }
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice, of a sealed file of
+        // SAFETY: a new shared mapping at an address of the kernel's choice, of a sealed file of
         // that length.
         let control = unsafe {
             mmap(
@@ -56,8 +56,8 @@ impl ControlMemory {
         unsafe { &*self.0 }
     }
 
-    /// The worker's process, as it says itself: a number in its PID namespace. 0 before it runs,
-    /// and after it has ended by itself.
+    /// The process id that the worker reports, in its own PID namespace. 0 before it runs, and
+    /// after it has ended by itself.
     #[must_use]
     pub fn process(&self) -> u32 {
         self.control().worker.load(Acquire)
@@ -69,7 +69,7 @@ impl ControlMemory {
         let pins = &self.control().pins;
         let known = (self.control().pin_count.load(Acquire) as usize).min(pins.len());
         let pages = pins[..known].iter().map(|pin| pin.load(Acquire));
-        // The program writes them.
+        // The program writes the entries, so they may be invalid.
         let mut pins: Vec<PageNumber> = pages.filter(|page| *page < PAGES_MAX).collect();
         pins.sort_unstable();
         pins
@@ -96,15 +96,15 @@ pub struct WorkerPort {
 }
 
 impl WorkerPort {
-    /// Fresh control memory, to be sent to the program.
+    /// Creates a control memory, which the caller sends to the program.
     ///
     /// # Errors
     /// If there is no memory.
     pub fn new() -> io::Result<Self> {
         let fd = memfd_create("aquifer-control", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, CONTROL_BYTES as u64)?;
-        // The program holds this too: without the seals it could cut the file and have us die on a
-        // missing page.
+        // The program has the descriptor, too. Without the seals it could truncate the file, and an
+        // access of the agent would raise SIGBUS.
         rustix::fs::fcntl_add_seals(
             &fd,
             rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SEAL,
@@ -114,10 +114,10 @@ impl WorkerPort {
         Ok(port)
     }
 
-    /// The control memory that an agent before this one made.
+    /// Opens a control memory that an earlier agent has created.
     ///
     /// # Errors
-    /// If it is none.
+    /// If the file is not a control memory of this version.
     pub fn recover(fd: OwnedFd) -> io::Result<Self> {
         let mut port = Self::map(fd)?;
         if !port.control().is_valid() {
@@ -132,13 +132,13 @@ impl WorkerPort {
         Ok(Self { memory, fd: Arc::new(fd), command: 0, pins: Vec::new(), pins_seen: 0 })
     }
 
-    /// The memory's descriptor.
+    /// The descriptor of the control memory.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// The same for another owner.
+    /// The descriptor of the control memory, for another owner.
     #[must_use]
     pub fn shared_fd(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.fd)
@@ -150,32 +150,33 @@ impl WorkerPort {
         self.memory.control()
     }
 
-    /// The memory, for a thread that only reads what the program writes.
+    /// Shares the mapping with a thread that only reads it.
     #[must_use]
     pub fn memory(&self) -> Arc<ControlMemory> {
         Arc::clone(&self.memory)
     }
 
-    /// The worker's process, as it says itself: a number in its PID namespace. 0 before it runs,
-    /// and after it has ended by itself.
+    /// The process id that the worker reports, in its own PID namespace. 0 before it runs, and
+    /// after it has ended by itself.
     #[must_use]
     pub fn process(&self) -> u32 {
         self.memory.process()
     }
 
-    /// Whether the program may have memory that its forked children do not get, or get empty.
+    /// Whether the program may have memory that its forked children do not inherit, or inherit
+    /// empty (`MADV_DONTFORK`, `MADV_WIPEONFORK`).
     #[must_use]
     pub fn has_fork_advice(&self) -> bool {
         self.control().has_fork_advice.load(Acquire) != 0
     }
 
-    /// Whether no process but the worker has the memory.
+    /// Whether the worker is the last process that has the memory.
     #[must_use]
     pub fn is_last(&self) -> bool {
         self.control().process_ended.load(Acquire) == WORKER_IS_LAST
     }
 
-    /// Releases all staging buffers: nothing in them is needed.
+    /// Releases all staging buffers, whose contents are not needed any more.
     pub fn release_all(&self) {
         self.control().batches.iter().for_each(|batch| batch.count.store(0, Release));
     }
@@ -185,13 +186,13 @@ impl WorkerPort {
         self.control().batches[buffer].statuses[position].store(libc::EBUSY.cast_unsigned(), Release);
     }
 
-    /// Has the worker check whether another process has the memory, and end if none has.
+    /// Commands the worker to check whether another process has the memory, and to end otherwise.
     pub fn report_process_end(&self) {
         self.control().process_ended.fetch_max(PROCESS_ENDED, Release);
         self.wake();
     }
 
-    /// The core on which the worker should run from the next command on; `None` for any.
+    /// Sets the core on which the worker runs from the next command on; `None` for any core.
     pub fn set_core(&self, core: Option<usize>) {
         let number = core.and_then(|core| u32::try_from(core + 1).ok()).unwrap_or(0);
         self.control().core.store(number, Relaxed);
@@ -204,7 +205,7 @@ impl WorkerPort {
         self.refresh_pins();
     }
 
-    /// The moves are done: the agent acts on the pins no more.
+    /// Ends [`Self::lock_pins`], after the moves that depend on the pins.
     pub fn unlock_pins(&self) {
         self.control().unlock_pins();
     }
@@ -220,7 +221,7 @@ impl WorkerPort {
             return;
         }
         self.pins = self.memory.pins();
-        // The count is raised before the entry is stored: such an entry is looked for again.
+        // The program raises the count before it stores the entry, so an entry of 0 is read again.
         self.pins_seen = if self.pins.contains(&0) { 0 } else { count };
     }
 
@@ -238,7 +239,7 @@ impl WorkerPort {
         assert!(pages.len() <= BATCH_PAGES_MAX);
         let control = self.control();
         let batch = &control.batches[buffer];
-        // An agent that takes over must not take the outcome of an older command for that of this
+        // An agent that takes over must not read the outcomes of an older command as those of this
         // one.
         batch.count.store(0, Release);
         for ((status, place), page) in batch.statuses.iter().zip(&batch.addresses).zip(pages) {
@@ -253,10 +254,10 @@ impl WorkerPort {
         self.wake();
     }
 
-    /// Waits for the last command for a while. Returns whether it is done; then the outcomes of its
-    /// pages are appended to `out`.
+    /// Waits for the last command for a bounded time. Returns whether it is done; then the outcomes
+    /// of its pages are appended to `out`.
     pub fn finish_batch(&self, buffer: usize, pages: usize, out: &mut Vec<MoveOutcome>) -> bool {
-        let is_done = self.wait_a_while();
+        let is_done = self.wait_for_command();
         if is_done {
             let statuses = &self.control().batches[buffer].statuses[..pages];
             out.extend(statuses.iter().map(|status| outcome(status.load(Relaxed))));
@@ -273,30 +274,30 @@ impl WorkerPort {
 
     fn wake(&self) {
         if let Err(error) = futex::wake(&self.control().command, futex::Flags::empty(), 1) {
-            tracing::warn!(%error, "a worker cannot be woken");
+            tracing::warn!(%error, "cannot wake a worker");
         }
     }
 
-    /// Waits for the last command for a while; returns whether it is done.
-    fn wait_a_while(&self) -> bool {
+    /// Waits for the last command, at most [`WAIT_TIMEOUT`]. Returns whether it is done.
+    fn wait_for_command(&self) -> bool {
         let control = self.control();
         let done = control.done.load(Acquire);
         if done == self.command {
             return true;
         }
-        let patience = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(PATIENCE.subsec_nanos()) };
-        // Whatever ends the wait, the word is read again.
-        let _ = futex::wait(&control.done, futex::Flags::empty(), done, Some(&patience));
+        let timeout = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(WAIT_TIMEOUT.subsec_nanos()) };
+        // The result does not matter, because the word is read again.
+        let _ = futex::wait(&control.done, futex::Flags::empty(), done, Some(&timeout));
         control.done.load(Acquire) == self.command
     }
 
-    /// The pages of a buffer have been copied.
-    pub fn emptied(&self, buffer: usize) {
+    /// Releases a staging buffer, whose pages have been copied.
+    pub fn release_buffer(&self, buffer: usize) {
         self.control().batches[buffer].count.store(0, Release);
     }
 
-    /// Per staging buffer, the pages of the last command of another agent that were not copied yet,
-    /// and what the worker has done with each so far.
+    /// Returns, per staging buffer, the pages of another agent's last command that were not copied
+    /// yet, and the outcome of each so far.
     #[must_use]
     pub fn unfinished_batches(&self) -> Vec<Vec<(PageNumber, MoveOutcome)>> {
         let pages = |batch: &BatchRecord| {
@@ -304,7 +305,7 @@ impl WorkerPort {
             let count = (batch.count.load(Acquire) as usize).min(most);
             let pages = batch.addresses[..count].iter().zip(&batch.statuses).map(|(address, status)| {
                 let page = address.load(Relaxed) / PAGE_BYTES as u64;
-                // The program can write there. What cannot be a page was not moved.
+                // The program can write the lists. An invalid page was not moved.
                 let outcome =
                     if page < PAGES_MAX { outcome(status.load(Relaxed)) } else { MoveOutcome::Kept };
                 (page, outcome)
@@ -314,10 +315,10 @@ impl WorkerPort {
         self.control().batches.iter().map(pages).collect()
     }
 
-    /// As [`Self::unfinished_batches`], when the worker has completed the last command. `None` if
-    /// the program ends before that.
+    /// Waits until the worker has completed the last command, and returns
+    /// [`Self::unfinished_batches`]. Returns `None` if the program ends before that.
     pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
-        while !self.wait_a_while() {
+        while !self.wait_for_command() {
             if !is_alive() {
                 return None;
             }
@@ -327,8 +328,8 @@ impl WorkerPort {
     }
 }
 
-/// What a worker's errno means for the page. Only what the kernel says of a missing page counts as
-/// absent.
+/// The outcome of a page from the worker's errno. Only `ENOENT`, with which the kernel reports a
+/// missing page, counts as absent.
 fn outcome(status: u32) -> MoveOutcome {
     match i32::try_from(status) {
         Ok(0) => MoveOutcome::Moved,

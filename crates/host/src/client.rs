@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-use aquifer_arena::calls::{Answer, Call, CopiesStatus, LISTED_MAX, SegmentStatus, Totals};
+use aquifer_arena::calls::{Answer, Call, CopiesStatus, LISTED_MAX, SegmentStatus, SegmentTotals};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, SetLimit};
 
@@ -98,7 +98,7 @@ pub fn segments(path: &Path, call: &Call) -> io::Result<Option<Answer>> {
 ///
 /// # Errors
 /// Those of [`segments`].
-pub fn segment_report(path: &Path) -> io::Result<Option<(Vec<SegmentStatus>, Totals)>> {
+pub fn segment_report(path: &Path) -> io::Result<Option<(Vec<SegmentStatus>, SegmentTotals)>> {
     let mut all: Vec<SegmentStatus> = Vec::new();
     loop {
         let above = all.last().map(|last| (last.user, last.id));

@@ -1,4 +1,4 @@
-//! The stores of a heap by their names: the heap's root object.
+//! The catalog in the heap's root object: the stores of the heap by name.
 
 use aquifer_objects::pointer::Pointer;
 
@@ -9,32 +9,32 @@ use crate::store::KvError;
 /// Bytes of the root object.
 const CATALOG_BYTES: u32 = 4000;
 const HEAD_BYTES: usize = 16;
-/// Bytes of a name.
+/// Maximum length of a store's name in bytes.
 pub const NAME_BYTES_MAX: usize = 48;
 const ENTRY_BYTES: usize = NAME_BYTES_MAX + POINTER_BYTES;
-/// Stores of one heap.
+/// Maximum number of stores of one heap.
 pub const STORES_MAX: usize = (CATALOG_BYTES as usize - HEAD_BYTES) / ENTRY_BYTES;
 
-/// The catalog of a heap, as it was read.
+/// The catalog of a heap at the time of its read.
 #[derive(Debug)]
 pub struct Catalog {
     pointer: Pointer,
     version: u64,
-    /// Names and heads.
+    /// Names of the stores, and pointers to their heads.
     pub stores: Vec<(String, Pointer)>,
 }
 
-/// Whether a store may have this name: 1 to 48 bytes, without control characters.
+/// Whether the name is valid for a store: 1 to 48 bytes, without control characters.
 #[must_use]
 pub fn is_name(name: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&name.len()) && !name.contains(char::is_control)
 }
 
 impl Catalog {
-    /// Reads the catalog. An empty one is made if the heap has none.
+    /// Reads the catalog. Allocates an empty one if the heap has none.
     ///
     /// # Errors
-    /// If the heap fails, or its root object is no catalog.
+    /// If the heap fails, or its root object is not a catalog.
     pub fn read<O: Objects>(objects: &mut O) -> Result<Self, KvError<O::Error>> {
         let mut pointer = objects.root(CATALOG_BYTES).map_err(KvError::Objects)?;
         let mut bytes = Vec::new();
@@ -45,11 +45,10 @@ impl Catalog {
         Ok(Self { pointer, version, stores })
     }
 
-    /// Replaces the stores, unless the catalog was changed since it was read. Returns whether it
-    /// was done.
+    /// Writes the catalog, unless it was changed since it was read. Returns whether it was written.
     ///
     /// # Errors
-    /// If there are too many, or the heap fails.
+    /// If there are too many stores, or the heap fails.
     pub fn write<O: Objects>(mut self, objects: &mut O) -> Result<bool, KvError<O::Error>> {
         if self.stores.len() > STORES_MAX {
             return Err(KvError::TooManyStores);

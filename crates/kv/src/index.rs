@@ -1,67 +1,68 @@
-//! The index of a store: a table of buckets in segments, each bucket an object.
+//! The index of a store: a table of pointers to buckets. Its parts are called segments. Each
+//! segment and each bucket is an object.
 //!
-//! A bucket that is full is replaced by a larger one. The old one first says where the new one is,
-//! so that no client adds to it any more, and then the segment is changed. A client
-//! that meets the old one completes this.
+//! A full bucket is replaced by a larger one. The client first writes the pointer to the new bucket
+//! into the old one, so that no client adds an entry to it any more, and then changes the segment.
+//! A client that reads the old bucket completes the replacement.
 
 use aquifer_objects::pointer::Pointer;
 
-use crate::layout::{self, Bucket, BucketContents, Entry, Head, PointerTable};
+use crate::layout::{self, Bucket, BucketContents, BucketEntry, Head, PointerTable};
 use crate::mutation::Mutation;
 use crate::objects::{Objects, Written};
 use crate::store::KvError;
 
-/// Buckets of one segment.
+/// Number of buckets of one segment.
 const SEGMENT_BUCKETS: usize = 1024;
-/// Entries of a new bucket.
-const ENTRIES_FIRST: usize = 8;
-/// Entries of the largest bucket: a conditional write has at most 32 KiB.
+/// Capacity of a new bucket in entries.
+const INITIAL_CAPACITY: usize = 8;
+/// Capacity of the largest bucket in entries: a conditional write has at most 32 KiB.
 const ENTRIES_MAX: usize = 1364;
-/// Most buckets, as a power of two.
+/// Binary logarithm of the maximum number of buckets.
 pub const BUCKET_BITS_MAX: u32 = 22;
 const SEGMENT_BITS: u32 = SEGMENT_BUCKETS.trailing_zeros();
 
-/// The buckets of a store.
+/// The index of one store.
 #[derive(Debug)]
 pub struct Index {
-    segments: Vec<Segment>,
-    /// The secret of the hash; `None` if an earlier version has made the store.
+    segments: Vec<IndexSegment>,
+    /// The secret of the hash; `None` if an earlier version created the store.
     hash_secret: Option<[u64; 2]>,
     bytes: Vec<u8>,
 }
 
+/// A segment of the index.
 #[derive(Debug)]
-struct Segment {
+struct IndexSegment {
     pointer: Pointer,
-    /// What the segment was when it was read last.
+    /// The content of the segment at its last read.
     table: Option<PointerTable>,
 }
 
 /// A bucket that was read.
 #[derive(Debug)]
 pub struct FoundBucket {
-    /// Its number.
+    /// The number of the bucket in the index.
     number: usize,
-    /// Its pointer, as the segment has it.
+    /// The pointer in the segment.
     stored: Pointer,
     pointer: Pointer,
-    /// Its version.
+    /// The version of the bucket.
     pub version: u64,
     capacity: usize,
-    /// Its entries.
-    pub entries: Vec<Entry>,
+    /// The entries of the bucket.
+    pub entries: Vec<BucketEntry>,
 }
 
 type Outcome<T, O> = Result<T, KvError<<O as Objects>::Error>>;
 
 impl Index {
-    /// Makes the objects of an index for about `keys` keys, with the secret of its hash. Returns
-    /// its head.
+    /// Allocates the objects of an index for about `keys` keys. Returns the pointer to its head.
     ///
     /// # Errors
     /// If the heap fails.
     pub fn create<O: Objects>(objects: &mut O, keys: u64, hash_secret: [u64; 2]) -> Outcome<Pointer, O> {
-        let buckets = (keys / ENTRIES_FIRST as u64).next_power_of_two();
+        let buckets = (keys / INITIAL_CAPACITY as u64).next_power_of_two();
         let bits = buckets.trailing_zeros().clamp(SEGMENT_BITS, BUCKET_BITS_MAX);
         let table = PointerTable { first: 1, pointers: vec![None; SEGMENT_BUCKETS] };
         let segment = table.encode(SEGMENT_BUCKETS);
@@ -83,43 +84,43 @@ impl Index {
     /// Opens the index with this head.
     ///
     /// # Errors
-    /// If it is none, or the heap fails.
+    /// If the object is not a head, or the heap fails.
     pub fn open<O: Objects>(objects: &mut O, mut head: Pointer) -> Outcome<Self, O> {
         let mut bytes = Vec::new();
         let is_there = objects.read(&mut head, &mut bytes).map_err(KvError::Objects)?;
         let head = Head::decode(&bytes).filter(|_| is_there).ok_or(KvError::Damaged)?;
         let Head { segments, hash_secret } = head;
-        let segments = segments.into_iter().map(|pointer| Segment { pointer, table: None }).collect();
+        let segments = segments.into_iter().map(|pointer| IndexSegment { pointer, table: None }).collect();
         Ok(Self { segments, hash_secret, bytes })
     }
 
-    /// Whether keys can be looked up. Otherwise an earlier version with another hash has made the
+    /// Whether keys can be looked up. Otherwise an earlier version with another hash created the
     /// store.
     #[must_use]
     pub fn is_current(&self) -> bool {
         self.hash_secret.is_some()
     }
 
-    /// The hash of a key. Must be called only if the index [is current](Self::is_current).
+    /// Hashes a key. Must be called only if the index [is current](Self::is_current).
     #[must_use]
     pub fn hash(&self, key: &[u8]) -> u64 {
         layout::hash(self.hash_secret.unwrap_or_default(), key)
     }
 
-    /// Number of buckets.
+    /// Returns the number of buckets.
     #[must_use]
     pub fn buckets(&self) -> usize {
         self.segments.len() * SEGMENT_BUCKETS
     }
 
-    /// The number of the bucket for a hash: buckets are in the order of hashes.
+    /// Returns the number of the bucket for a hash. Buckets are in the order of hashes.
     #[must_use]
     pub fn number(&self, hash: u64) -> usize {
         let bits = self.buckets().trailing_zeros();
-        usize::try_from(hash >> (u64::BITS - bits)).expect("it is below the number of buckets")
+        usize::try_from(hash >> (u64::BITS - bits)).expect("less than the number of buckets")
     }
 
-    /// Reads a bucket; `None` if it was never made.
+    /// Reads a bucket; `None` if it was never allocated.
     ///
     /// # Errors
     /// If the heap fails, or the store is damaged.
@@ -132,7 +133,7 @@ impl Index {
             }
             let mut pointer = stored;
             if !objects.read(&mut pointer, &mut self.bytes).map_err(KvError::Objects)? {
-                // A larger one has replaced it.
+                // A larger bucket has replaced it.
                 last_gone = Some(stored);
                 self.load(objects, number)?;
                 continue;
@@ -153,7 +154,7 @@ impl Index {
     }
 
     /// Replaces the entries of a bucket, unless it was changed since it was read. Returns whether
-    /// it was done.
+    /// the entries were replaced.
     ///
     /// # Errors
     /// If the heap fails, or there are too many entries.
@@ -161,7 +162,7 @@ impl Index {
         &mut self,
         objects: &mut O,
         found: &mut FoundBucket,
-        entries: &[Entry],
+        entries: &[BucketEntry],
     ) -> Outcome<bool, O> {
         if entries.len() > found.capacity {
             return self.grow(objects, found, entries);
@@ -172,12 +173,13 @@ impl Index {
         Ok(matches!(written, Written::Done { .. }))
     }
 
-    /// Replaces a bucket by a larger one with these entries.
+    /// Replaces a bucket by a larger one with these entries, unless it was changed since it was
+    /// read. Returns whether it was replaced.
     fn grow<O: Objects>(
         &mut self,
         objects: &mut O,
         found: &mut FoundBucket,
-        entries: &[Entry],
+        entries: &[BucketEntry],
     ) -> Outcome<bool, O> {
         if entries.len() > ENTRIES_MAX {
             return Err(KvError::Full);
@@ -195,8 +197,8 @@ impl Index {
         Ok(is_done)
     }
 
-    /// Makes a bucket with one entry, unless another client has made it. Returns whether it was
-    /// done.
+    /// Adds a bucket with one entry, unless another client has added it. Returns whether it was
+    /// added.
     ///
     /// # Errors
     /// If the heap fails, or the store is damaged.
@@ -204,9 +206,9 @@ impl Index {
         &mut self,
         objects: &mut O,
         number: usize,
-        entry: Entry,
+        entry: BucketEntry,
     ) -> Outcome<bool, O> {
-        let bucket = create_bucket(objects, ENTRIES_FIRST, &[entry])?;
+        let bucket = create_bucket(objects, INITIAL_CAPACITY, &[entry])?;
         let is_done = self.replace(objects, number, None, bucket)?;
         if !is_done {
             objects.free(bucket).map_err(KvError::Objects)?;
@@ -214,8 +216,8 @@ impl Index {
         Ok(is_done)
     }
 
-    /// Makes the segment name another bucket, if it names `last`, and frees that. Returns whether
-    /// it was done.
+    /// Replaces the pointer to bucket `number` in its segment, if it is `last`, and frees `last`.
+    /// Returns whether it was replaced.
     fn replace<O: Objects>(
         &mut self,
         objects: &mut O,
@@ -248,7 +250,7 @@ impl Index {
         }
     }
 
-    /// The pointer of a bucket. What was known of it is not believed if it is that there is none.
+    /// Returns the pointer to a bucket. Trusts a cached pointer, but reads a cached absence again.
     fn stored<O: Objects>(&mut self, objects: &mut O, number: usize) -> Outcome<Option<Pointer>, O> {
         let slot = number % SEGMENT_BUCKETS;
         let known = self.segments[number / SEGMENT_BUCKETS].table.as_ref();
@@ -268,7 +270,7 @@ impl Index {
         Ok(segment.table.insert(table))
     }
 
-    /// Frees all buckets, the segments, and the head. No client may use the store any more.
+    /// Frees all buckets, the segments, and the head. No client may use the store afterwards.
     ///
     /// # Errors
     /// If the heap fails.
@@ -285,7 +287,11 @@ impl Index {
     }
 }
 
-fn create_bucket<O: Objects>(objects: &mut O, capacity: usize, entries: &[Entry]) -> Outcome<Pointer, O> {
+fn create_bucket<O: Objects>(
+    objects: &mut O,
+    capacity: usize,
+    entries: &[BucketEntry],
+) -> Outcome<Pointer, O> {
     let mut bytes = Bucket::encode(1, entries);
     bytes.resize(Bucket::bytes(capacity), 0);
     objects.create(&bytes).map_err(KvError::NotCreated)

@@ -5,61 +5,61 @@ use siphasher::sip::SipHasher13;
 
 /// Bytes of a pointer in an object.
 pub const POINTER_BYTES: usize = 16;
-/// The head of a store begins with this word: what it is, and the version of the format.
+/// The first word of a store's head: a magic number and the version of the format.
 const HEAD_MAGIC: u64 = u64::from_le_bytes(*b"AQKV\x00\x00\x00\x02");
-/// The first word of the head in version 1, in which the hash had no secret.
+/// The first word of a store's head in version 1, in which the hash had no secret.
 const HEAD_MAGIC_1: u64 = u64::from_le_bytes(*b"AQKV\x00\x00\x00\x01");
 /// Bytes of an item before its key.
 const ITEM_HEAD_BYTES: usize = 16;
-/// Bytes of the shortest item: it has room for a pointer.
+/// Bytes of the shortest item, which has room for a pointer.
 const ITEM_BYTES_MIN: usize = ITEM_HEAD_BYTES + POINTER_BYTES;
 /// Bytes of a bucket before its entries.
 const BUCKET_HEAD_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 24;
 
-/// The first word of an item that has the value of its key.
+/// The first word of an item with the value of its key.
 pub const LIVE: u64 = 1;
 /// The first word of an item whose key was deleted.
 pub const DEAD: u64 = 2;
-/// The first word of an item whose key has its value in another item.
+/// The first word of an item that another item replaces.
 pub const MOVED: u64 = 3;
 
 fn word(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
-/// The pointer at an offset; `None` if there is none.
+/// Decodes the pointer at an offset; `None` if it is zeros or outside the bytes.
 pub fn pointer_at(bytes: &[u8], at: usize) -> Option<Pointer> {
     Pointer::from_words([word(bytes, at)?, word(bytes, at + 8)?])
 }
 
-/// Appends a pointer, or zeros.
+/// Appends a pointer to `out`, or zeros for `None`.
 pub fn put_pointer(out: &mut Vec<u8>, pointer: Option<Pointer>) {
     let words = pointer.map_or([0; 2], Pointer::words);
     words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
 }
 
-/// What an item says.
+/// The content of an item.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Item<'a> {
-    /// The key has this value.
+    /// The value of a key.
     Live {
         /// The key.
         key: &'a [u8],
         /// The value.
         value: &'a [u8],
     },
-    /// The key was deleted.
+    /// A deleted key.
     Dead {
         /// The key.
         key: &'a [u8],
     },
-    /// The key's value is in another item.
+    /// A pointer to the item that has the value of the key.
     Moved(Pointer),
 }
 
 impl<'a> Item<'a> {
-    /// The item in these bytes; `None` if they are damaged.
+    /// Decodes an item; `None` if the bytes are damaged.
     #[must_use]
     pub fn decode(bytes: &'a [u8]) -> Option<Self> {
         let state = word(bytes, 0)?;
@@ -77,13 +77,14 @@ impl<'a> Item<'a> {
         }
     }
 
-    /// The bytes of a live item.
+    /// Encodes a live item.
     #[must_use]
     pub fn encode(key: &[u8], value: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(ITEM_BYTES_MIN.max(ITEM_HEAD_BYTES + key.len() + value.len()));
         out.extend_from_slice(&LIVE.to_le_bytes());
         for part in [key, value] {
-            out.extend_from_slice(&u32::try_from(part.len()).expect("it was checked").to_le_bytes());
+            let len = u32::try_from(part.len()).expect("keys and values are shorter than 4 GiB");
+            out.extend_from_slice(&len.to_le_bytes());
         }
         out.extend_from_slice(key);
         out.extend_from_slice(value);
@@ -91,13 +92,14 @@ impl<'a> Item<'a> {
         out
     }
 
-    /// The first bytes of an item whose key has its value in another one.
+    /// Encodes the first bytes of an item that another item replaces.
     #[must_use]
     pub fn encode_moved(to: Pointer) -> Vec<u8> {
         moved(MOVED, 0, to)
     }
 }
 
+/// Encodes two words and the pointer to a replacement.
 fn moved(first: u64, second: u64, to: Pointer) -> Vec<u8> {
     let mut out = Vec::with_capacity(BUCKET_HEAD_BYTES + POINTER_BYTES);
     out.extend_from_slice(&first.to_le_bytes());
@@ -108,28 +110,28 @@ fn moved(first: u64, second: u64, to: Pointer) -> Vec<u8> {
 
 /// An entry of a bucket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Entry {
+pub struct BucketEntry {
     /// The hash of the key.
     pub hash: u64,
-    /// The item.
+    /// The pointer to the item.
     pub item: Pointer,
 }
 
-/// A bucket: the items whose keys have hashes of one range.
+/// A bucket: the items whose keys have hashes in one range.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Bucket {
-    /// The first word. Each change has another one.
+    /// The first word, which each write changes.
     pub version: u64,
-    /// What is in it.
+    /// The entries, or the replacement.
     pub contents: BucketContents,
 }
 
-/// What is in a bucket.
+/// The contents of a bucket.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum BucketContents {
-    /// Its items.
-    Entries(Vec<Entry>),
-    /// A larger bucket has replaced it.
+    /// The entries of the bucket's items.
+    Entries(Vec<BucketEntry>),
+    /// A pointer to the larger bucket that replaces this one.
     Moved(Pointer),
 }
 
@@ -137,7 +139,7 @@ pub enum BucketContents {
 const BUCKET_MOVED: u64 = u64::MAX;
 
 impl Bucket {
-    /// The bucket in these bytes; `None` if they are damaged.
+    /// Decodes a bucket; `None` if the bytes are damaged.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (version, count) = (word(bytes, 0)?, word(bytes, 8)?);
@@ -147,49 +149,50 @@ impl Bucket {
         }
         let count = usize::try_from(count).ok()?;
         let entries = bytes.get(BUCKET_HEAD_BYTES..)?.chunks_exact(ENTRY_BYTES).take(count);
-        let entries: Option<Vec<Entry>> =
-            entries.map(|entry| Some(Entry { hash: word(entry, 0)?, item: pointer_at(entry, 8)? })).collect();
+        let entries: Option<Vec<BucketEntry>> = entries
+            .map(|entry| Some(BucketEntry { hash: word(entry, 0)?, item: pointer_at(entry, 8)? }))
+            .collect();
         let entries = entries.filter(|entries| entries.len() == count)?;
         Some(Self { version, contents: BucketContents::Entries(entries) })
     }
 
-    /// The bytes of a bucket with these entries.
+    /// Encodes a bucket with these entries.
     #[must_use]
-    pub fn encode(version: u64, entries: &[Entry]) -> Vec<u8> {
+    pub fn encode(version: u64, entries: &[BucketEntry]) -> Vec<u8> {
         let mut out = Vec::with_capacity(BUCKET_HEAD_BYTES + entries.len() * ENTRY_BYTES);
         out.extend_from_slice(&version.to_le_bytes());
         out.extend_from_slice(&(entries.len() as u64).to_le_bytes());
-        for Entry { hash, item } in entries {
+        for BucketEntry { hash, item } in entries {
             out.extend_from_slice(&hash.to_le_bytes());
             put_pointer(&mut out, Some(*item));
         }
         out
     }
 
-    /// The first bytes of a bucket that a larger one has replaced.
+    /// Encodes the first bytes of a bucket that a larger one replaces.
     #[must_use]
     pub fn encode_moved(version: u64, to: Pointer) -> Vec<u8> {
         moved(version, BUCKET_MOVED, to)
     }
 
-    /// Bytes of a bucket with room for this number of entries.
+    /// Returns the length in bytes of a bucket with room for this number of entries.
     #[must_use]
     pub const fn bytes(entries: usize) -> usize {
         BUCKET_HEAD_BYTES + entries * ENTRY_BYTES
     }
 }
 
-/// A table of pointers: the head of a store, and its segments.
+/// A table of pointers: the head of a store, or a segment of its index.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PointerTable {
-    /// The first word: of a segment its version, of a head what it is.
+    /// The first word: the version of a segment, or the magic number of a head.
     pub first: u64,
-    /// The pointers.
+    /// The pointers; `None` for zeros.
     pub pointers: Vec<Option<Pointer>>,
 }
 
 impl PointerTable {
-    /// The table of `count` pointers in these bytes; `None` if they are too few.
+    /// Decodes a table of `count` pointers; `None` if there are fewer bytes.
     #[must_use]
     pub fn decode(bytes: &[u8], count: usize) -> Option<Self> {
         let table = bytes.get(16..count.checked_mul(POINTER_BYTES)?.checked_add(16)?)?;
@@ -197,13 +200,13 @@ impl PointerTable {
         Some(Self { first: word(bytes, 0)?, pointers })
     }
 
-    /// The number of pointers that a table says it has.
+    /// Decodes the number of pointers of a table.
     #[must_use]
     pub fn count(bytes: &[u8]) -> Option<usize> {
         usize::try_from(word(bytes, 8)?).ok()
     }
 
-    /// The bytes of the table up to its first `count` pointers.
+    /// Encodes the table up to its first `count` pointers.
     #[must_use]
     pub fn encode(&self, count: usize) -> Vec<u8> {
         let mut out = Vec::with_capacity(16 + count * POINTER_BYTES);
@@ -214,18 +217,18 @@ impl PointerTable {
     }
 }
 
-/// The head of a store: its segments, and the secret of its hash.
+/// The head of a store: pointers to the segments of its index, and the secret of its hash.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Head {
-    /// The segments.
+    /// Pointers to the segments.
     pub segments: Vec<Pointer>,
-    /// The key of the hash. `None` in version 1, whose hash is another one: such a store can only
+    /// The key of the hash; `None` in version 1, whose hash differs. A store of version 1 can only
     /// be dropped.
     pub hash_secret: Option<[u64; 2]>,
 }
 
 impl Head {
-    /// The head in these bytes; `None` if they are damaged.
+    /// Decodes a head; `None` if the bytes are damaged.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let count = PointerTable::count(bytes).filter(|count| count.is_power_of_two())?;
@@ -239,7 +242,7 @@ impl Head {
         Some(Self { segments: table.pointers.into_iter().collect::<Option<_>>()?, hash_secret })
     }
 
-    /// The bytes of the head.
+    /// Encodes the head.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let pointers: Vec<_> = self.segments.iter().copied().map(Some).collect();
@@ -251,8 +254,8 @@ impl Head {
     }
 }
 
-/// The hash of a key: SipHash-1-3, whose key is the secret of the store. So keys of
-/// one bucket cannot be chosen.
+/// Hashes a key with SipHash-1-3 and the secret of the store. Without the secret, a user cannot
+/// choose many keys of one bucket.
 #[must_use]
 pub fn hash(secret: [u64; 2], key: &[u8]) -> u64 {
     SipHasher13::new_with_keys(secret[0], secret[1]).hash(key)
@@ -286,7 +289,7 @@ mod tests {
             "01000000000000000300000014000000\
              6b6579612076616c75652074686174206973206c6f6e67"
         );
-        let bucket = Bucket::encode(7, &[Entry { hash: 0x1122, item: pointer(5) }]);
+        let bucket = Bucket::encode(7, &[BucketEntry { hash: 0x1122, item: pointer(5) }]);
         assert_eq!(hex(&bucket), format!("070000000000000001000000000000002211000000000000{at}"));
         let bucket = Bucket::encode_moved(8, pointer(5));
         assert_eq!(hex(&bucket), format!("0800000000000000ffffffffffffffff{at}"));
@@ -296,14 +299,14 @@ mod tests {
         let head = Head { segments: vec![pointer(5)], hash_secret: Some([0x11, 0x22]) };
         let secret = "11000000000000002200000000000000";
         assert_eq!(hex(&head.encode()), format!("41514b56000000020100000000000000{at}{secret}"));
-        // A test vector of the authors of the hash.
+        // A test vector by the authors of SipHash.
         let key: Vec<u8> = (0..15).collect();
         let hash = hash([0x0706_0504_0302_0100, 0x0F0E_0D0C_0B0A_0908], &key);
         assert_eq!(hash, 0xD320_D86D_2A51_9956);
     }
 
     #[test]
-    fn a_head_is_read_as_it_was_written() {
+    fn a_head_decodes_to_what_was_encoded() {
         let head = Head { segments: vec![pointer(5), pointer(6)], hash_secret: Some([1, 2]) };
         let mut bytes = head.encode();
         assert_eq!(Head::decode(&bytes[..bytes.len() - 1]), None);
@@ -316,11 +319,12 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_read_as_they_were_written() {
+    fn objects_decode_to_what_was_encoded() {
         let item = Item::encode(b"k", b"");
         assert_eq!(item.len(), ITEM_BYTES_MIN);
         assert_eq!(Item::decode(&item), Some(Item::Live { key: b"k", value: b"" }));
-        let entries = vec![Entry { hash: 9, item: pointer(1) }, Entry { hash: 8, item: pointer(2) }];
+        let entries =
+            vec![BucketEntry { hash: 9, item: pointer(1) }, BucketEntry { hash: 8, item: pointer(2) }];
         let mut bytes = Bucket::encode(4, &entries);
         bytes.extend_from_slice(&[0; 50]);
         let bucket = Bucket { version: 4, contents: BucketContents::Entries(entries) };

@@ -1,13 +1,13 @@
-//! Key-value stores in heaps of objects: the example of what clients of [`aquifer_objects`] can
-//! build without a server of their own.
+//! Key-value stores in heaps of objects: an example of a data structure that clients of
+//! [`aquifer_objects`] build without a server of their own.
 //!
 //! A store is a hash index of objects. Clients read it one-sidedly, and change it by conditional
-//! writes. Several clients may use a store at once, and any of them may be killed at any time:
-//! what one has begun is completed by the next one that meets it.
+//! writes. Several clients may use a store at once, and any of them may be killed at any time: the
+//! next client that finds an unfinished operation completes it.
 //!
-//! - [`layout`]: the bytes of the objects. [`objects`]: what a store needs of a heap.
-//! - [`store`]: the operations. [`index`]: buckets and where they are. [`catalog`]: the stores of a
-//!   heap by their names. [`cache`]: where items were found last.
+//! - [`layout`]: the bytes of the objects. [`objects`]: the interface to a heap.
+//! - [`store`]: the operations. [`index`]: the buckets and the table of their pointers.
+//!   [`catalog`]: the stores of a heap by name. [`cache`]: the pointers of items that were found.
 
 #![forbid(unsafe_code)]
 

@@ -1,13 +1,13 @@
-//! Steps of a store that tests break, to show that they notice.
+//! Steps of a store that tests break on purpose, to show that they detect each.
 
 aquifer_mutation::mutations! {
     /// A step that can be broken.
     pub enum Mutation {
-        /// An item is replaced by another one without a word in it that says so.
+        /// A client replaces an item without marking it as moved.
         ReplaceUnmarked,
-        /// An item is removed from its bucket without a word in it that says so.
+        /// A client removes an item from its bucket without marking it as dead.
         DeleteUnmarked,
-        /// A bucket is replaced by a larger one without a word in it that says so.
+        /// A client replaces a bucket by a larger one without marking it as moved.
         GrowUnmarked,
     }
 }

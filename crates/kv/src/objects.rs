@@ -1,30 +1,30 @@
-//! What a store needs of a heap.
+//! The interface between a store and its heap of objects.
 
 use aquifer_objects::class::Classes;
 use aquifer_objects::client::{ClientError, DirectRead, HeapClient};
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::wire::Refused;
 
-/// What has become of a conditional write.
+/// The outcome of a conditional write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Written {
-    /// It was made.
+    /// The object was written.
     Done {
-        /// The pointer names an old block, and so keeps an address in use.
+        /// Whether the pointer has the address of a merged block, which it keeps in use.
         is_old: bool,
     },
-    /// The object's first word was another.
+    /// The object's first word was not the expected one. The object is unchanged.
     Changed,
-    /// There is no such object.
+    /// The object does not exist.
     Gone,
 }
 
-/// A heap of objects, as far as a store uses it.
+/// The operations of a heap that a store uses.
 pub trait Objects {
-    /// Why an operation failed. Its outcome may be unknown.
+    /// The error of an operation. It may have taken effect.
     type Error: std::error::Error;
 
-    /// The first object of the heap, all zeros at first, of at least `bytes` bytes.
+    /// Returns the root object of the heap, or allocates it: at least `bytes` bytes of zeros.
     ///
     /// # Errors
     /// If the heap fails.
@@ -36,14 +36,13 @@ pub trait Objects {
     /// If the heap fails.
     fn create(&mut self, contents: &[u8]) -> Result<Pointer, Self::Error>;
 
-    /// Reads a whole object, with what it has behind the bytes that were written. Returns whether
-    /// there is one.
+    /// Reads a whole object, up to the end of its slot. Returns whether the object exists.
     ///
     /// # Errors
     /// If the heap fails.
     fn read(&mut self, pointer: &mut Pointer, out: &mut Vec<u8>) -> Result<bool, Self::Error>;
 
-    /// [`Self::read`] for several objects. Returns whether all are there; otherwise no bytes are
+    /// Reads several objects, as [`Self::read`]. Returns whether all exist; otherwise no bytes are
     /// valid.
     ///
     /// # Errors
@@ -61,17 +60,17 @@ pub trait Objects {
         bytes: &[u8],
     ) -> Result<Written, Self::Error>;
 
-    /// Frees an object, if it is there.
+    /// Frees an object, if it exists.
     ///
     /// # Errors
     /// If the heap fails.
     fn free(&mut self, pointer: Pointer) -> Result<(), Self::Error>;
 
-    /// Whether an object of `bytes` bytes would be of the size class of this one.
+    /// Whether an object of `bytes` bytes has the size class of this one.
     fn is_of_class(&self, pointer: Pointer, bytes: usize) -> bool;
 }
 
-/// Bytes of a pointer's object, as many as it has.
+/// The length in bytes of a pointer's object, by its size class.
 fn payload_bytes(pointer: Pointer) -> Option<usize> {
     Classes::standard().get(pointer.class).map(|class| class.payload_bytes() as usize)
 }

@@ -1,18 +1,17 @@
 //! The operations of a store.
 //!
-//! A key's value is in an *item*, which a bucket names. Each operation takes effect by one
-//! conditional write:
+//! A key's value is in an *item*, which an entry of a bucket points to. Each operation takes effect
+//! by one conditional write:
 //!
 //! | operation | takes effect when |
 //! |---|---|
-//! | put of a new key | the bucket names the item |
+//! | put of a new key | the bucket has an entry for the item |
 //! | put of a key with a value of the same size class | the item has the value |
-//! | put of another value | the old item says that the new one has the value |
-//! | delete | the item says that the key was deleted |
+//! | put of another value | the old item is marked as moved to the new one |
+//! | delete | the item is marked as dead |
 //!
-//! What follows after that (a bucket is changed, an item freed) is completed by the client that
-//! meets it.
-//! So an item that a client remembers is right for as long as it is live.
+//! The later steps change a bucket and free an item. The next client that finds them undone
+//! completes them. So a cached pointer is valid for as long as the item is live.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -23,35 +22,35 @@ use aquifer_objects::pointer::Pointer;
 use crate::cache::ItemCache;
 use crate::catalog::{Catalog, STORES_MAX, is_name};
 use crate::index::{FoundBucket, Index};
-use crate::layout::{DEAD, Entry, Item, LIVE};
+use crate::layout::{BucketEntry, DEAD, Item, LIVE};
 use crate::mutation::Mutation;
 use crate::objects::{Objects, Written};
 
-/// Longest key, in bytes.
+/// Maximum length of a key in bytes.
 pub const KEY_BYTES_MAX: usize = 32_000;
-/// Longest value, in bytes.
+/// Maximum length of a value in bytes.
 pub const VALUE_BYTES_MAX: usize = OBJECT_BYTES_MAX as usize - KEY_BYTES_MAX - 64;
-/// Longest item that is changed in place.
+/// Maximum length in bytes of an item that is changed in place.
 const IN_PLACE_BYTES_MAX: usize = (SLOT_BYTES_MAX - HEADER_BYTES) as usize;
-/// Places of the cache, as a power of two.
+/// Binary logarithm of the number of places of the cache.
 const CACHE_BITS: u32 = 16;
 
-/// Why an operation of a store failed.
+/// The error of an operation of a store.
 #[derive(Debug, thiserror::Error)]
 pub enum KvError<E: std::error::Error> {
     /// The heap failed.
     #[error(transparent)]
     Objects(E),
-    /// An object could not be allocated. Nothing was changed.
+    /// The heap could not allocate an object. Nothing was changed.
     #[error(transparent)]
     NotCreated(E),
-    /// There is no such store.
+    /// No store has this name.
     #[error("there is no store of this name: make one (aquifer kv create)")]
     NoStore,
-    /// There is one already.
+    /// A store of this name exists already.
     #[error("there is a store of this name already")]
     Exists,
-    /// The name cannot be that of a store.
+    /// The name of the store is not valid.
     #[error("a store has a name of 1 to 48 bytes without control characters")]
     Name,
     /// The heap has too many stores.
@@ -66,7 +65,7 @@ pub enum KvError<E: std::error::Error> {
     /// A bucket cannot grow any more.
     #[error("the store has far more keys than it was made for: make another one for more keys")]
     Full,
-    /// An earlier version of this program has made the store.
+    /// An earlier version of this program created the store.
     #[error(
         "an earlier version of aquifer, with another hash of keys, has made the store: make it anew \
          (aquifer kv drop, aquifer kv create)"
@@ -75,12 +74,12 @@ pub enum KvError<E: std::error::Error> {
     /// Another program uses the heap's root object for something else.
     #[error("the heap's root object is no catalog of stores: another program uses it")]
     OtherRoot,
-    /// What was read is not what a store consists of.
+    /// An object of the store is missing or malformed.
     #[error("the store is damaged")]
     Damaged,
 }
 
-/// A store, as one client uses it.
+/// One client's access to a store.
 #[derive(Debug)]
 pub struct KvStore<O> {
     objects: O,
@@ -88,26 +87,27 @@ pub struct KvStore<O> {
     cache: ItemCache,
     bytes: Vec<u8>,
     batch: Vec<Vec<u8>>,
-    /// The version of the last bucket in which an item was gone, and the item.
+    /// The last missing item, with the version of the bucket whose entry points to it.
     gone: Option<(u64, Pointer)>,
 }
 
-/// What a bucket has of a key.
+/// The result of a search for a key in a bucket.
 enum Found {
-    /// An item with its value.
+    /// An item with the value of the key.
     Live { at: usize, pointer: Pointer },
-    /// An item that says that it was deleted.
+    /// An item that is marked as dead.
     Dead { at: usize },
-    /// Nothing.
+    /// The bucket has no item of the key.
     Nothing,
-    /// The bucket was changed meanwhile, or had to be: it must be read again.
+    /// The bucket was changed by another client or by this search, and must be read again.
     Again,
 }
 
 /// A key with its value.
 pub type KeyValue = (Vec<u8>, Vec<u8>);
 
-/// The key and the value of a live item, or where it was moved; `None` if the bytes are damaged.
+/// Decodes an item: the key and the value if it is live, or the pointer if it was moved. `None` if
+/// the bytes are damaged.
 fn live_item(bytes: &[u8]) -> Option<Result<Option<KeyValue>, Pointer>> {
     Some(match Item::decode(bytes)? {
         Item::Live { key, value } => Ok(Some((key.to_vec(), value.to_vec()))),
@@ -119,19 +119,19 @@ fn live_item(bytes: &[u8]) -> Option<Result<Option<KeyValue>, Pointer>> {
 type Outcome<T, O> = Result<T, KvError<<O as Objects>::Error>>;
 
 impl<O: Objects> KvStore<O> {
-    /// Makes a store for about `keys` keys. It may have more, and is slower then.
+    /// Creates a store for about `keys` keys. With more keys, it is slower.
     ///
     /// # Errors
-    /// If there is one of this name, or the heap fails.
+    /// If a store of this name exists, or the heap fails.
     pub fn create(objects: &mut O, name: &str, keys: u64) -> Outcome<(), O> {
         let random = RandomState::new();
         Self::create_with_secret(objects, name, keys, [random.hash_one(0_u8), random.hash_one(1_u8)])
     }
 
-    /// Makes a store whose hash has this secret.
+    /// Creates a store whose hash has this secret.
     ///
     /// # Errors
-    /// If there is one of this name, or the heap fails.
+    /// If a store of this name exists, or the heap fails.
     pub fn create_with_secret(
         objects: &mut O,
         name: &str,
@@ -164,7 +164,7 @@ impl<O: Objects> KvStore<O> {
     /// Opens a store.
     ///
     /// # Errors
-    /// If there is none of this name, if an earlier version has made it, or if the heap fails.
+    /// If no store has this name, if an earlier version created it, or if the heap fails.
     pub fn open(objects: O, name: &str) -> Outcome<Self, O> {
         let store = Self::open_any(objects, name)?;
         if store.index.is_current() { Ok(store) } else { Err(KvError::Version) }
@@ -179,7 +179,7 @@ impl<O: Objects> KvStore<O> {
         Ok(Self { objects, index, cache, bytes: Vec::new(), batch: Vec::new(), gone: None })
     }
 
-    /// Opens a store, and makes it for about `keys` keys if there is none of this name.
+    /// Opens a store, or creates it for about `keys` keys if no store has this name.
     ///
     /// # Errors
     /// If the heap fails.
@@ -190,10 +190,10 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
-    /// Deletes a store with all its keys. No client may use it any more.
+    /// Deletes a store with all its keys. No client may use it afterwards.
     ///
     /// # Errors
-    /// If there is none of this name, or the heap fails.
+    /// If no store has this name, or the heap fails.
     pub fn drop_store(objects: O, name: &str) -> Outcome<(), O> {
         let mut store = Self::open_any(objects, name)?;
         let head = loop {
@@ -204,7 +204,8 @@ impl<O: Objects> KvStore<O> {
                 break head;
             }
         };
-        // Of the name that was removed: another client may have made the store anew.
+        // Opens the removed head, because another client may have created the store again since
+        // `open_any`.
         store.index = Index::open(&mut store.objects, head)?;
         for number in 0..store.index.buckets() {
             let Some(bucket) = store.index.bucket(&mut store.objects, number)? else { continue };
@@ -215,12 +216,12 @@ impl<O: Objects> KvStore<O> {
         store.index.free(&mut store.objects, head)
     }
 
-    /// The heap.
+    /// The heap of the store.
     pub fn objects(&self) -> &O {
         &self.objects
     }
 
-    /// The value of a key; `None` if it has none.
+    /// Returns the value of a key; `None` if the store does not have the key.
     ///
     /// # Errors
     /// If the heap fails.
@@ -232,8 +233,8 @@ impl<O: Objects> KvStore<O> {
         self.get_indexed(key, hash)
     }
 
-    /// The values of several keys, as [`Self::get`] finds them. The items that this client
-    /// remembers are read side by side.
+    /// Returns the values of several keys, as [`Self::get`]. Items with a cached pointer are read
+    /// concurrently.
     ///
     /// # Errors
     /// If the heap fails.
@@ -261,6 +262,7 @@ impl<O: Objects> KvStore<O> {
         Ok(values)
     }
 
+    /// Reads a value with the cached pointer; `None` if there is no valid one.
     fn get_cached(&mut self, key: &[u8], hash: u64) -> Outcome<Option<Vec<u8>>, O> {
         let Some(mut pointer) = self.cache.get(hash) else { return Ok(None) };
         loop {
@@ -280,6 +282,7 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
+    /// Reads a value with the index.
     fn get_indexed(&mut self, key: &[u8], hash: u64) -> Outcome<Option<Vec<u8>>, O> {
         let number = self.index.number(hash);
         loop {
@@ -298,10 +301,10 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
-    /// Gives a key a value.
+    /// Sets the value of a key.
     ///
     /// # Errors
-    /// If the heap is full or fails. Then the key has either value.
+    /// If the heap is full or fails. Then the key has the old or the new value.
     pub fn put(&mut self, key: &[u8], value: &[u8]) -> Outcome<(), O> {
         if key.is_empty() || key.len() > KEY_BYTES_MAX {
             return Err(KvError::Key);
@@ -324,7 +327,7 @@ impl<O: Objects> KvStore<O> {
                 Err(error) => break Err(error),
             }
         };
-        // After another error a bucket may name the item.
+        // After any other error, a bucket may have an entry for the item.
         let is_unused = matches!(done, Ok(()) | Err(KvError::NotCreated(_) | KvError::Full));
         if let Some(unused) = staged.filter(|_| is_unused) {
             let freed = self.objects.free(unused).map_err(KvError::Objects);
@@ -333,8 +336,7 @@ impl<O: Objects> KvStore<O> {
         done
     }
 
-    /// Writes a value into the item that this client remembers, if it is that of the key. Returns
-    /// whether it was done.
+    /// Writes a value in place with the cached pointer. Returns false if there is no valid pointer.
     fn put_cached(&mut self, key: &[u8], hash: u64, item: &[u8]) -> Outcome<bool, O> {
         let Some(mut pointer) = self.cache.get(hash).filter(|pointer| self.fits_in_place(*pointer, item))
         else {
@@ -364,8 +366,8 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
-    /// Tries once to give a key a value, in place if that is possible and permitted. Returns
-    /// whether it was done. `staged`: an item with the value that no bucket names yet.
+    /// Tries once to set the value of a key, in place if `may_stay` and the value fits. Returns
+    /// whether it was set. `staged`: an item with the value that no bucket has an entry for yet.
     fn try_put(
         &mut self,
         key: &[u8],
@@ -394,7 +396,7 @@ impl<O: Objects> KvStore<O> {
             Some(staged) => staged,
             None => *staged.insert(self.objects.create(item).map_err(KvError::NotCreated)?),
         };
-        let entry = Entry { hash, item: new };
+        let entry = BucketEntry { hash, item: new };
         let is_done = match (&mut bucket, found) {
             (None, _) => self.index.add_bucket(&mut self.objects, number, entry)?,
             (Some(bucket), Found::Live { at, mut pointer }) => {
@@ -451,13 +453,13 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
-    /// Writes the first bytes of an item that is live. Returns whether it was.
+    /// Marks an item by new first bytes, if it is live. Returns whether it was marked.
     fn mark(&mut self, pointer: &mut Pointer, bytes: &[u8]) -> Outcome<bool, O> {
         let written = self.objects.write_if(pointer, LIVE, bytes).map_err(KvError::Objects)?;
         Ok(matches!(written, Written::Done { .. }))
     }
 
-    /// Removes what operations on a key have left in its bucket: items that are dead or moved.
+    /// Removes dead and moved items of a key from its bucket, which operations have left.
     fn tidy(&mut self, key: &[u8], (hash, number): (u64, usize)) -> Outcome<(), O> {
         loop {
             let Some(mut bucket) = self.index.bucket(&mut self.objects, number)? else { return Ok(()) };
@@ -469,8 +471,8 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
-    /// The keys of one bucket with their values, and the number of the next bucket; `None` after
-    /// the last one. Each key that the store has during the whole scan is found once.
+    /// Returns the keys of one bucket with their values, and the number of the next bucket, or
+    /// `None` after the last one. A scan returns each key that exists during all of it once.
     ///
     /// # Errors
     /// If the heap fails.
@@ -489,8 +491,8 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
-    /// The live items of a bucket; `None` if the bucket was changed since it was read.
-    fn items(&mut self, entries: &[Entry]) -> Outcome<Option<Vec<KeyValue>>, O> {
+    /// Reads the live items of a bucket; `None` if the bucket was changed since it was read.
+    fn items(&mut self, entries: &[BucketEntry]) -> Outcome<Option<Vec<KeyValue>>, O> {
         let mut pointers: Vec<Pointer> = entries.iter().map(|entry| entry.item).collect();
         self.batch.resize_with(self.batch.len().max(entries.len()), Vec::new);
         let outs = &mut self.batch[..entries.len()];
@@ -510,7 +512,7 @@ impl<O: Objects> KvStore<O> {
         Ok(Some(items))
     }
 
-    /// The item to which another one was moved, if it is live; `None` if it was freed.
+    /// Reads the replacement of a moved item, and returns it if it is live; `None` if it was freed.
     fn moved_item(&mut self, mut pointer: Pointer) -> Outcome<Option<Option<KeyValue>>, O> {
         while self.read(&mut pointer)? {
             match live_item(&self.bytes).ok_or(KvError::Damaged)? {
@@ -521,14 +523,17 @@ impl<O: Objects> KvStore<O> {
         Ok(None)
     }
 
-    /// Where a scan that begins at a key finds its first bucket.
+    /// Returns the number of a key's bucket, with which a scan may begin.
     #[must_use]
     pub fn bucket_of(&self, key: &[u8]) -> usize {
         self.index.number(self.index.hash(key))
     }
 
-    /// Notes that an item of a bucket was gone. Items are freed after their bucket was changed, so
-    /// the same is not found twice.
+    /// Records a missing item of a bucket. Clients change the bucket before they free an item, so
+    /// the same item cannot be missing in the same version twice.
+    ///
+    /// # Errors
+    /// [`KvError::Damaged`] if it was the last missing item, too.
     fn note_gone(&mut self, version: u64, item: Pointer) -> Outcome<(), O> {
         match self.gone.replace((version, item)) {
             last if last == Some((version, item)) => Err(KvError::Damaged),
@@ -540,11 +545,11 @@ impl<O: Objects> KvStore<O> {
         self.objects.read(pointer, &mut self.bytes).map_err(KvError::Objects)
     }
 
-    /// Looks for a key in a bucket. The bytes of a live item are in `self.bytes`. Completes the
-    /// replacement of items that it meets.
+    /// Searches a bucket for a key. The bytes of a live item are in `self.bytes`. Completes the
+    /// replacement of a moved item.
     fn find(&mut self, bucket: &mut FoundBucket, key: &[u8], hash: u64) -> Outcome<Found, O> {
         for at in 0..bucket.entries.len() {
-            let Entry { hash: other, item } = bucket.entries[at];
+            let BucketEntry { hash: other, item } = bucket.entries[at];
             if other != hash {
                 continue;
             }
@@ -558,7 +563,7 @@ impl<O: Objects> KvStore<O> {
                 Item::Dead { key: found } if found == key => return Ok(Found::Dead { at }),
                 Item::Live { .. } | Item::Dead { .. } => {}
                 Item::Moved(to) => {
-                    self.replace_entry(bucket, at, Some(Entry { hash, item: to }))?;
+                    self.replace_entry(bucket, at, Some(BucketEntry { hash, item: to }))?;
                     return Ok(Found::Again);
                 }
             }
@@ -566,13 +571,13 @@ impl<O: Objects> KvStore<O> {
         Ok(Found::Nothing)
     }
 
-    /// Replaces an entry of a bucket, or removes it, and frees its item. Returns whether it was
-    /// done; otherwise the bucket was changed since it was read.
+    /// Replaces or removes an entry of a bucket, and frees its item. Returns false if the bucket
+    /// was changed since it was read.
     fn replace_entry(
         &mut self,
         bucket: &mut FoundBucket,
         at: usize,
-        next: Option<Entry>,
+        next: Option<BucketEntry>,
     ) -> Outcome<bool, O> {
         let mut entries = bucket.entries.clone();
         let last = match next {

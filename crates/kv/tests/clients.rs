@@ -1,5 +1,5 @@
-//! Several clients of a store, in many orders of their operations, some of them killed: what they
-//! see must be what one store would have answered to one client after another.
+//! Linearisability: several clients use a store in many orders of their operations, and some are
+//! killed. Their results must be those of some sequence of whole operations.
 
 mod history;
 
@@ -28,7 +28,7 @@ const SECRET: [u64; 2] = [1, 2];
 const CLIENTS: usize = 3;
 const OPERATIONS: usize = 4;
 const SCHEDULES: usize = 3000;
-/// Objects of this many bytes and multiples of it are of one size class.
+/// Difference in bytes between the size classes of this heap.
 const CLASS_BYTES: usize = 64;
 
 /// The client was killed.
@@ -41,9 +41,9 @@ struct Killed;
 struct ModelHeap {
     objects: Arc<Mutex<HashMap<u64, Vec<u8>>>>,
     next: Arc<Mutex<u64>>,
-    /// Operations until the client is killed.
+    /// Number of operations until the client is killed.
     left: Cell<u32>,
-    /// Objects until the heap is full.
+    /// Number of objects until the heap is full.
     room: Cell<u32>,
 }
 
@@ -66,7 +66,7 @@ impl ModelHeap {
         }
     }
 
-    /// The same heap for another client.
+    /// A handle to this heap for another client, which is killed after `operations` operations.
     fn client(&self, operations: u32) -> Self {
         Self { left: Cell::new(operations), ..self.clone() }
     }
@@ -75,7 +75,7 @@ impl ModelHeap {
         let left = self.left.get().checked_sub(1).ok_or(Killed)?;
         self.left.set(left);
         let done = operation(&mut self.objects.lock().expect("no client panics"));
-        // The last operation is done, and the client does not learn it.
+        // The last operation is carried out, and the client gets no answer.
         if left == 0 { Err(Killed) } else { Ok(done) }
     }
 }
@@ -137,14 +137,14 @@ impl Objects for ModelHeap {
     }
 }
 
-/// Keys that are in one bucket: one more than a new bucket has room for.
+/// Keys of one bucket: one more than the capacity of a new bucket.
 static KEYS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let bucket = |key: &[u8]| hash(SECRET, key) >> 54;
     let keys = (0..).map(|number: u32| number.to_string().into_bytes());
     keys.filter(|key| bucket(key) == bucket(b"0")).take(11).collect()
 });
 
-/// A value: its number, and so many bytes that some are of one size class and some are not.
+/// A value with this number. Lengths vary, so that some values share a size class.
 fn value(number: u64) -> Vec<u8> {
     let mut bytes = number.to_le_bytes().to_vec();
     bytes.resize(8 + usize::try_from(number % 3).expect("small") * 40, 7);
@@ -191,7 +191,8 @@ fn operate(
 fn play(may_kill: bool) {
     let heap = ModelHeap::new();
     KvStore::create_with_secret(&mut heap.clone(), NAME, 1, SECRET).expect("no client is killed");
-    // Clients use the first two keys. With the others, the second of them makes the bucket grow.
+    // Clients use the first two keys. The other keys fill the bucket, so that the second one makes
+    // it grow.
     let fillers = if thread_rng().gen_bool(0.5) { &KEYS[2..] } else { &[] };
     let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
     fillers.iter().for_each(|key| store.put(key, b"filler").expect("no client is killed"));
@@ -255,7 +256,7 @@ fn a_put_into_a_full_heap_leaves_nothing() {
         store.objects().room.set(2);
         store.put(&KEYS[0], b"value").expect("there is room");
         assert_eq!(store.get(&KEYS[0]).expect("no client is killed"), Some(b"value".to_vec()));
-        // An item that is gone although its bucket names it is damage, and not waited for.
+        // A bucket that has an entry for a missing item is damaged: the client does not retry.
         let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
         let items: Vec<u64> = heap.objects.lock().expect("no client panics").keys().copied().collect();
         for number in items.iter().filter(|number| **number > 3) {
@@ -277,7 +278,7 @@ fn an_item_at_an_old_address_is_replaced_by_the_next_put() {
         KvStore::create_with_secret(&mut heap.clone(), NAME, 1, SECRET).expect("no client is killed");
         let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
         let allocated = || *heap.next.lock().expect("no client panics");
-        // Of the items, those with 40 bytes are at old addresses in this heap, and others are not.
+        // In this heap, only items of 40 bytes are at addresses of merged blocks.
         for (bytes, items) in [([1; 23].as_slice(), 2), (&[1; 21], 0)] {
             let key = [bytes.len().to_le_bytes()[0]];
             store.put(&key, bytes).expect("no client is killed");
@@ -292,17 +293,17 @@ fn an_item_at_an_old_address_is_replaced_by_the_next_put() {
 }
 
 #[test]
-fn clients_see_one_store() {
+fn operations_of_several_clients_are_linearisable() {
     shuttle::check_random(|| play(false), SCHEDULES);
 }
 
 #[test]
-fn clients_see_one_store_although_some_are_killed() {
+fn operations_are_linearisable_although_clients_are_killed() {
     shuttle::check_random(|| play(true), SCHEDULES);
 }
 
 #[test]
-fn each_broken_step_is_noticed() {
+fn each_broken_step_is_detected() {
     for mutation in [Mutation::ReplaceUnmarked, Mutation::DeleteUnmarked, Mutation::GrowUnmarked] {
         let play = move || mutation.while_active(|| play(false));
         let outcome = catch_unwind(|| shuttle::check_random(play, 20 * SCHEDULES));

@@ -2,8 +2,8 @@
 
 use std::fmt::Debug;
 
-use aquifer_arena::calls::{Call, SegmentStatus, Tenure, Times, Totals};
-use aquifer_arena::copies::{CopyRecord, CopyTree, FormerRoot, Words};
+use aquifer_arena::calls::{Call, SegmentStatus, SegmentTotals, Tenure, TimeSummary};
+use aquifer_arena::copies::{CopyRecord, CopyTree, FormerRoot, WordPair};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -91,7 +91,7 @@ fn golden_calls() {
             r#"{"open":{"process":"p","held":[[7,{"generation":8,"passes":9}]]}}"#,
         ),
         (Call::Attend { process: process() }, r#"{"attend":{"process":"p"}}"#),
-        (Call::Pulse, r#""pulse""#),
+        (Call::KeepAlive, r#""pulse""#),
         (Call::Allocate { id: 7, bytes: 4096 }, r#"{"allocate":{"id":7,"bytes":4096}}"#),
         (Call::Deallocate { id: 7, is_repeated: true }, r#"{"deallocate":{"id":7,"is_repeated":true}}"#),
         (Call::GiveUp { id: 7 }, r#"{"give_up":{"id":7}}"#),
@@ -126,7 +126,7 @@ fn golden_calls() {
 #[test]
 fn golden_copies() {
     use aquifer_arena::calls::{Answer, CopiesStatus};
-    let (first, second) = (Words([1, 2]), Words([u64::MAX, 3]));
+    let (first, second) = (WordPair([1, 2]), WordPair([u64::MAX, 3]));
     let tree = CopyTree { node: 4, roots: [first, second], current: 1, sum: first };
     let former = vec![FormerRoot { node: 5, root: second, bytes: 10 }];
     let record = CopyRecord { revision: 6, bytes: 7, version: 8, synced_at_s: 9, trees: vec![tree], former };
@@ -138,7 +138,7 @@ fn golden_copies() {
         format!(r#"{{"revision":6,"bytes":7,"version":8,"synced_at_s":9,"trees":[{tree}],{former_json}}}"#);
     check(&record, &json);
     for text in ["", "0", &"A".repeat(32), &"é".repeat(16), &"0".repeat(33)] {
-        assert!(serde_json::from_str::<Words>(&format!("{text:?}")).is_err(), "{text}");
+        assert!(serde_json::from_str::<WordPair>(&format!("{text:?}")).is_err(), "{text}");
     }
     let copies = Answer::Copies { record: Some(record.clone()), nodes: vec![1], nodes_here: vec![2] };
     check(&copies, &format!(r#"{{"copies":{{"record":{json},"nodes":[1],"nodes_here":[2]}}}}"#));
@@ -162,7 +162,7 @@ fn golden_copies() {
 #[test]
 fn golden_answers_to_calls() {
     use aquifer_arena::calls::Answer;
-    let times = Times { count: 1, p50_us: 2, p99_us: 3, longest_us: 4 };
+    let times = TimeSummary { count: 1, p50_us: 2, p99_us: 3, longest_us: 4 };
     let status = SegmentStatus {
         user: 6,
         id: 7,
@@ -173,14 +173,14 @@ fn golden_answers_to_calls() {
         is_open: true,
         target: None,
     };
-    let totals = Totals {
+    let totals = SegmentTotals {
         handed_over: 1,
         received: 2,
         declined: 3,
         pages_on_touch: 4,
         pages_ahead: 5,
         transfers: times,
-        waits: Times::default(),
+        waits: TimeSummary::default(),
     };
     let status_json = [
         r#"{"user":6,"id":7,"address":8,"bytes":9,"missing_bytes":10,"#,

@@ -6,7 +6,7 @@ mod support;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_arena::copies::{CopyRecord, CopyTree, FORMER_MAX, FormerRoot, Words};
+use aquifer_arena::copies::{CopyRecord, CopyTree, FORMER_MAX, FormerRoot, WordPair};
 use aquifer_segments::host::{SegmentError, SegmentHost, SegmentKey};
 use support::{Records, TestKeeper, name, open};
 
@@ -34,8 +34,8 @@ impl Cluster {
 }
 
 fn record(revision: u64, version: u64) -> CopyRecord {
-    let roots = [Words([1, 2]), Words([3, 4])];
-    let trees = vec![CopyTree { node: 1, roots, current: 0, sum: Words([5, 6]) }];
+    let roots = [WordPair([1, 2]), WordPair([3, 4])];
+    let trees = vec![CopyTree { node: 1, roots, current: 0, sum: WordPair([5, 6]) }];
     CopyRecord { revision, bytes: BYTES, version, synced_at_s: 7, trees, former: Vec::new() }
 }
 
@@ -180,7 +180,7 @@ fn copies_are_freed_when_no_host_has_the_segment() {
     assert_eq!((listed.len(), listed[0].version, listed[0].has_owner), (1, 1, false));
     assert!(list(Some((TENANT, 5))).is_empty());
     assert!(second.list_copies(&BTreeSet::from([TENANT + 1]), None, 10).unwrap().is_empty());
-    let of = |node: u16| FormerRoot { node, root: Words([1, 2]), bytes: BYTES };
+    let of = |node: u16| FormerRoot { node, root: WordPair([1, 2]), bytes: BYTES };
     let many = CopyRecord { former: vec![of(1); FORMER_MAX + 1], ..record(2, 1) };
     assert!(matches!(second.set_copies(SEGMENT, 1, Some(&many)), Err(SegmentError::CopyRecord(_))));
     // It is no owner: it only frees what there was, and makes no records of new numbers.

@@ -85,7 +85,7 @@ fn a_list_moves_between_programs_with_its_pointers() {
     let records = Records::new();
     let hosts: [SegmentHost; 3] = hosts(&records);
     let arena = Arena::reserve().unwrap();
-    assert!(matches!(Arena::reserve(), Err(ArenaError::Taken)));
+    assert!(matches!(Arena::reserve(), Err(ArenaError::InUse)));
     for (address, bytes) in [(ADDRESS + 4096, BYTES), (ADDRESS, 5), (ADDRESS, 0), (4096, BYTES)] {
         assert!(matches!(Arena::check(address, bytes), Err(ArenaError::Range { .. })));
     }

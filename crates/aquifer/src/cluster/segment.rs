@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use aquifer_arena::calls::{Call, CopiesStatus, SegmentStatus, Times, Totals};
+use aquifer_arena::calls::{Call, CopiesStatus, SegmentStatus, SegmentTotals, TimeSummary};
 use aquifer_client::segments::free_copies;
 use aquifer_host::client;
 use aquifer_ipc::size::ByteSize;
@@ -24,7 +24,7 @@ pub struct SegmentsStatus {
     /// Those of the caller, or all if the caller is the agent's user.
     pub segments: Vec<SegmentStatus>,
     /// What the host has done since its agent started.
-    pub totals: Totals,
+    pub totals: SegmentTotals,
     /// The copies of segments on memory nodes, also of segments of other hosts.
     pub copies: Vec<CopiesStatus>,
 }
@@ -134,14 +134,14 @@ pub fn summary(report: &SegmentsStatus) -> String {
     )
 }
 
-fn times(times: &Times) -> String {
+fn times(times: &TimeSummary) -> String {
     match times.count {
         0 => String::new(),
         _ => format!(" (median {} µs, longest {} µs)", times.p50_us, times.longest_us),
     }
 }
 
-fn find(agent: &Path, id: u64, user: Option<u32>) -> Result<(SegmentStatus, Totals), Box<dyn Error>> {
+fn find(agent: &Path, id: u64, user: Option<u32>) -> Result<(SegmentStatus, SegmentTotals), Box<dyn Error>> {
     let SegmentsStatus { segments, totals, .. } = require(agent)?;
     let is_wanted =
         |segment: &&SegmentStatus| segment.id == id && user.is_none_or(|user| segment.user == user);
@@ -173,8 +173,8 @@ fn status(agent: &Path, id: u64, user: Option<u32>, json: bool) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn long_times(times: &Times) -> String {
-    let Times { count, p50_us, p99_us, longest_us } = times;
+fn long_times(times: &TimeSummary) -> String {
+    let TimeSummary { count, p50_us, p99_us, longest_us } = times;
     match count {
         0 => "none".to_owned(),
         _ => format!("median {p50_us}, 99 % within {p99_us}, longest {longest_us}, in all {count}"),
@@ -259,11 +259,11 @@ mod tests {
                     prepared for other";
         assert_eq!(line_of(&segment), line);
         let copies = Vec::new();
-        let mut report = SegmentsStatus { segments: vec![segment], totals: Totals::default(), copies };
+        let mut report = SegmentsStatus { segments: vec![segment], totals: SegmentTotals::default(), copies };
         let line = "segments: 1, 8 MiB; handed over: 0; received: 0; touches that waited: 0";
         assert_eq!(summary(&report), line);
         report.totals.handed_over = 2;
-        report.totals.transfers = Times { count: 2, p50_us: 200, p99_us: 300, longest_us: 400 };
+        report.totals.transfers = TimeSummary { count: 2, p50_us: 200, p99_us: 300, longest_us: 400 };
         let line = "segments: 1, 8 MiB; handed over: 2 (median 200 µs, longest 400 µs); received: 0; touches \
                     that waited: 0";
         assert_eq!(summary(&report), line);

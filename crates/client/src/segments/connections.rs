@@ -1,4 +1,4 @@
-//! Opens the connections of a process to an agent.
+//! The connections of a process to one agent.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -13,47 +13,48 @@ use rustix::net::{Shutdown, shutdown};
 use super::Error;
 use crate::error::connect_with_timeout;
 
-/// Longest wait for an answer of an agent while the connections to it are opened.
+/// Timeout of each answer of an agent while the connections to it are opened.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The connections to an agent, and what it has agreed to.
+/// The connections to an agent, and the agent's answer to [`Call::Open`].
 pub(super) struct Connections {
     pub calls: OwnedFd,
     pub arrivals: OwnedFd,
-    pub ends: Ends,
-    /// How long the process may have its segments without an answer of an agent.
+    pub end_watch: AgentEndWatch,
+    /// The time for which the process may use its segments without an answer of an agent.
     pub grace: Duration,
-    /// The segments that the process still has, of those that it had.
+    /// The segments that the process still has, of those that it named.
     pub still_held: Vec<u64>,
-    /// The segments whose hand-over is under way, of those that it had.
+    /// The segments whose hand-over is under way, of those that it named.
     pub awaited: Vec<u64>,
 }
 
-/// Copies of the connections, by which the end of an agent is noticed, and with which they are
-/// closed: the others are locked while their users wait for answers.
+/// The keep-alive connection and duplicates of the other sockets. They are polled to detect that
+/// the agent ended, and used to close the connections. The originals are locked during a call.
 #[derive(Debug)]
-pub(super) struct Ends {
+pub(super) struct AgentEndWatch {
     pub calls: OwnedFd,
     pub arrivals: OwnedFd,
-    /// The connection for questions whether the agent runs.
-    pub pulse: OwnedFd,
-    /// When the first question was asked.
+    /// The connection for [`Call::KeepAlive`].
+    pub keep_alive: OwnedFd,
+    /// The time at which the first call was sent, from which the grace time counts.
     pub asked: BootInstant,
 }
 
-impl Ends {
+impl AgentEndWatch {
     /// Closes the connections. Calls that wait for an answer fail.
     pub fn shut_down(&self) {
-        for end in [&self.calls, &self.arrivals, &self.pulse] {
-            let _was_closed = shutdown(end, Shutdown::Both);
+        for socket in [&self.calls, &self.arrivals, &self.keep_alive] {
+            let _was_closed = shutdown(socket, Shutdown::Both);
         }
     }
 }
 
 impl Connections {
-    /// Opens the connections for a process that has the segments `held`. Ends at `until`, whether
-    /// or not an agent answers: one that is stopped accepts connections, and so does a keeper that
-    /// holds the listening socket of an agent that has ended.
+    /// Opens the connections for a process that has the segments `held`. Fails at the time `until`
+    /// if no agent has answered. A connection alone proves nothing: the kernel accepts it for a
+    /// suspended agent, and for a keeper that holds the listening socket of an agent that has
+    /// ended.
     pub fn open(
         agent: &Path,
         process: &str,
@@ -61,7 +62,7 @@ impl Connections {
         until: Option<BootInstant>,
     ) -> Result<Self, Error> {
         let connect = || connect_with_timeout(agent, answer_timeout(until, BootInstant::now()));
-        let (calls, arrivals, pulse) = (connect()?, connect()?, connect()?);
+        let (calls, arrivals, keep_alive) = (connect()?, connect()?, connect()?);
         let ask = |socket: &OwnedFd, call: &Call| {
             set_timeout(socket, Some(answer_timeout(until, BootInstant::now()))).map_err(Error::System)?;
             ask(socket, call)
@@ -73,23 +74,23 @@ impl Connections {
                 answer => return Err(super::error_of(answer)),
             };
         super::done(ask(&arrivals, &Call::Attend { process: process.to_owned() })?)?;
-        super::done(ask(&pulse, &Call::Pulse)?)?;
+        super::done(ask(&keep_alive, &Call::KeepAlive)?)?;
         for socket in [&calls, &arrivals] {
             set_timeout(socket, None).map_err(Error::System)?;
         }
         let grace = Duration::from_millis(grace_ms);
         let copy = |socket: &OwnedFd| socket.try_clone().map_err(Error::System);
-        let ends = Ends { calls: copy(&calls)?, arrivals: copy(&arrivals)?, pulse, asked };
-        Ok(Self { calls, arrivals, ends, grace, still_held, awaited })
+        let end_watch = AgentEndWatch { calls: copy(&calls)?, arrivals: copy(&arrivals)?, keep_alive, asked };
+        Ok(Self { calls, arrivals, end_watch, grace, still_held, awaited })
     }
 }
 
-/// How long to wait for one answer of an agent.
+/// The timeout of one answer of an agent: at most until the time `until`.
 fn answer_timeout(until: Option<BootInstant>, now: BootInstant) -> Duration {
     until.map_or(ANSWER_TIMEOUT, |until| ANSWER_TIMEOUT.min(until.saturating_duration_since(now)))
 }
 
-/// Asks the agent.
+/// Sends a call to the agent, and receives the answer with its descriptors.
 pub(super) fn ask(socket: &OwnedFd, call: &Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
     send(socket, call, &[])?;
     match receive_frame(socket)? {
@@ -101,7 +102,7 @@ pub(super) fn ask(socket: &OwnedFd, call: &Call) -> Result<(Answer, Vec<OwnedFd>
     }
 }
 
-/// Sends a call that has no answer.
+/// Sends a call to the agent, and does not wait for an answer.
 pub(super) fn send(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
     let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
     send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)

@@ -1,5 +1,4 @@
-//! Copies of segments on memory nodes: a sync writes them, and a segment whose host has died is
-//! restored from them.
+//! Copies of segments on memory nodes: syncs, and restores after the death of a host.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
@@ -20,25 +19,25 @@ use aquifer_objects::client::HeapClient;
 use rustix::fs::{SeekFrom, seek};
 
 use super::connections::ask;
-use super::link::{Line, pause};
+use super::link::{AgentSocket, pause};
 use super::{Error, Process, Segment, TransferFailure, done, error_of};
 use crate::error::connect;
 
-/// The copies of a segment, as its owner writes them.
+/// The state that an owner of a segment keeps between syncs.
 #[derive(Debug)]
 pub(super) struct SyncState {
     copies: Copies<HeapClient>,
-    /// Which pages were written since the last sync, if the kernel can say it.
+    /// Tracks the pages that were written since the last sync; `None` if the kernel cannot.
     written: Option<WrittenPages>,
 }
 
-/// The directory's record, and the heaps of the user.
+/// Access to the directory's record by the agent, and to the heaps of the user.
 struct AgentEnvironment<'a, F> {
     agent: &'a Path,
     /// The number of the segment.
     id: u64,
     ask: F,
-    /// Why the agent could not be asked.
+    /// The error of the last call that the agent did not answer.
     failure: Option<Error>,
 }
 
@@ -78,7 +77,7 @@ impl<F: FnMut(&Call) -> Result<Answer, Error>> AgentEnvironment<'_, F> {
         })
     }
 
-    /// The outcome of what was done: if the agent could not be asked, why not.
+    /// Converts the result of an operation. The error of a call to the agent has precedence.
     fn outcome<T>(self, outcome: Result<T, CopyError>) -> Result<T, Error> {
         outcome.map_err(|error| self.failure.unwrap_or_else(|| error.into()))
     }
@@ -93,7 +92,8 @@ impl Process {
         AgentEnvironment { agent: self.link.agent(), id, ask, failure: None }
     }
 
-    /// The chunks of a segment of this process that are no holes; `None` if that is not known.
+    /// For each chunk of a segment of this process, whether it has data, or is a hole. `None` if
+    /// that is not known.
     fn data_chunks(&self, id: u64, bytes: usize) -> Option<Vec<bool>> {
         let (_, fds) = self.link.ask(|_| Call::Copies { id }).ok()?;
         data_chunks(&fds.into_iter().next()?, bytes as u64).ok()
@@ -106,19 +106,20 @@ impl Process {
         environment.outcome(discarded)
     }
 
-    /// Restores a segment from its copies, as the last [`Segment::sync`] has written them: its host
-    /// has died, or it was lost with its agent. Waits until the cluster is sure of that, which is
-    /// after the grace time of that host.
+    /// Restores a lost segment from the copies that the last [`Segment::sync`] has written: its
+    /// host has died, or its agent has ended for good. Waits at most `timeout` for the end of that
+    /// host's grace time.
     ///
     /// # Errors
-    /// If a host still has it when the time is over, there are no copies, or none can be read.
+    /// [`Error::Owned`] if a host still has the segment after `timeout`. Also if there are no
+    /// copies, or none can be read.
     pub fn restore(&self, id: u64, timeout: Duration) -> Result<Segment<'_>, Error> {
         self.check_owner()?;
         let began = Instant::now();
         loop {
             let restored = self.try_restore(id);
             if restored.is_err() {
-                // The agent has memory for it still.
+                // The agent still has memory for the restore.
                 let _has_ended = self.ask(&Call::Abort { id });
             }
             match restored? {
@@ -129,7 +130,8 @@ impl Process {
         }
     }
 
-    /// `None` if a host may have it, or the agent was restarted meanwhile.
+    /// Tries once to restore a segment. Returns `None` if a host may have it, or the agent was
+    /// restarted meanwhile.
     fn try_restore(&self, id: u64) -> Result<Option<Segment<'_>>, Error> {
         let (record, fds) = match self.link.ask(|_| Call::Restore { id })? {
             (Answer::Restoring { record, .. }, fds) => (record, fds),
@@ -150,8 +152,8 @@ impl Process {
         if let Some(error) = failure {
             return Err(Error::Memory(error));
         }
-        self.link.ask_and(
-            Line::Calls,
+        self.link.ask_then(
+            AgentSocket::Calls,
             |is_repeated| Call::Restored { id, is_repeated },
             |answer, fds, _| match answer {
                 Answer::Nothing => Ok(None),
@@ -162,20 +164,19 @@ impl Process {
 }
 
 impl Segment<'_> {
-    /// Writes what has changed to `copies` memory nodes, as one consistent copy each: what no sync
-    /// has written is lost if this host dies, and [`Process::restore`] brings the last one back.
-    /// No other thread writes to the segment meanwhile.
+    /// Writes the changed chunks to `copies` memory nodes, each of which then has a consistent
+    /// copy. If this host dies, [`Process::restore`] restores the state of the last sync; later
+    /// writes are lost. No other thread may write to the segment during the call.
     ///
-    /// The copies are in the heaps of the user, on nodes of other machines as far as there are
-    /// some: see [`Synced::elsewhere`]. The first sync of a process pulls what is
-    /// elsewhere, and compares all of the segment with the copies that there are; later ones look
-    /// only at pages that were written. Writes by devices into memory that was registered with
-    /// them before, such as fixed buffers of `io_uring`, and memory that `madvise` has removed, are
-    /// not noticed.
+    /// The copies are in the heaps of the user, preferably on nodes of other machines: see
+    /// [`Synced::elsewhere`]. The first sync of a process pulls all missing pages, and compares the
+    /// whole segment with the existing copies; later syncs read only the written pages. Two kinds
+    /// of changes are not noticed: writes by devices into memory that was registered with them
+    /// before, such as fixed buffers of `io_uring`, and the removal of memory by `madvise`.
     ///
     /// # Errors
-    /// If too few nodes serve heaps, one fails and no other can take its place, or a page is lost.
-    /// Then the copies of the last sync count.
+    /// If too few nodes serve heaps, a node fails and no other can replace it, or a page is lost.
+    /// Then the copies of the last sync remain in effect.
     pub fn sync(&mut self, copies: usize) -> Result<Synced, Error> {
         self.process.check_owner()?;
         let is_first = self.sync.get_mut().is_none();
@@ -185,14 +186,14 @@ impl Segment<'_> {
         let (process, id, mapping) = (self.process, self.id, &self.mapping);
         let state = self.sync.get_mut();
         let state = state.get_or_insert_with(|| Box::new(SyncState::new(mapping.bytes() as u64)));
-        let change = state.look(mapping);
+        let change = state.drain_changes(mapping);
         let data = OnceCell::new();
         let known = match &change {
             Change::All => BTreeSet::new(),
             Change::Chunks(chunks) => chunks.clone(),
         };
         let read = |chunk: usize, out: &mut [u8]| {
-            // A touch of what was never written would allocate memory.
+            // A touch of a page that was never written would allocate memory.
             let is_data = known.contains(&chunk)
                 || data
                     .get_or_init(|| process.data_chunks(id, mapping.bytes()))
@@ -208,24 +209,23 @@ impl Segment<'_> {
         environment.outcome(synced)
     }
 
-    /// Gives the segment up, and keeps its copies: then it is lost, and can be restored from them,
-    /// by this process, too. For segments of which pages are lost, because the host that had them
-    /// has died before they were pulled.
+    /// Releases the segment, and keeps its copies: any process of the user can then restore it from
+    /// them. Useful for a segment with lost pages, whose host died before they were pulled.
     ///
     /// # Errors
-    /// If there are no copies; the segment is unmapped in any case.
+    /// If there are no copies. The segment is unmapped in any case.
     pub fn give_up(self) -> Result<(), Error> {
         let (process, id) = (self.process, self.id);
         drop(self);
         done((process.ask(&Call::GiveUp { id })?, Vec::new()))
     }
 
-    /// Gives the segment the bytes again that the last [`Self::sync`] has written, of this process
-    /// or an earlier owner: such as after a crash in the middle of a change.
+    /// Restores the bytes of the last [`Self::sync`] of this process or an earlier owner, for
+    /// example after a crash in the middle of a change.
     ///
     /// # Errors
-    /// If a page is lost: see [`Self::give_up`]. If there are no copies, or none can be read. Then
-    /// the segment may be partly as it was.
+    /// If a page is lost (see [`Self::give_up`]), if there are no copies, or if none can be read.
+    /// Then some chunks of the segment may be restored, and others not.
     pub fn revert(&mut self) -> Result<(), Error> {
         self.close()?;
         let mut environment = self.process.environment(self.id);
@@ -255,12 +255,12 @@ impl Segment<'_> {
 }
 
 impl<'a> Segment<'a> {
-    /// Hands the segment over as [`Self::transfer`] does, and syncs it before: whatever dies then,
-    /// it can be restored as it was handed over ([`Self::give_up`]). With one copy, that may be on
-    /// the machine of the target.
+    /// Syncs the segment, and then hands it over by [`Self::transfer`]. If a host dies before all
+    /// pages are pulled, the segment can be restored as it was handed over (see [`Self::give_up`]).
+    /// A single copy may be on the machine of the target.
     ///
     /// # Errors
-    /// Those of [`Self::sync`] and of [`Self::transfer`].
+    /// As [`Self::sync`] and [`Self::transfer`].
     pub fn sync_and_transfer(mut self, copies: usize) -> Result<Synced, TransferFailure<'a>> {
         match self.sync(copies) {
             Ok(synced) => self.transfer().map(|()| synced),
@@ -274,36 +274,40 @@ impl SyncState {
         Self { copies: Copies::new(bytes), written: None }
     }
 
-    /// Which chunks may have changed since the last look.
-    fn look(&mut self, mapping: &Mapping<'_>) -> Change {
+    /// Returns the chunks that may have changed since the previous call, and counts them as
+    /// unchanged from now on.
+    fn drain_changes(&mut self, mapping: &Mapping<'_>) -> Change {
         let mut chunks = BTreeSet::new();
         let is_known = match &self.written {
             Some(written) => written
-                .look(|range| chunks.extend(range.start / CHUNK_BYTES..=(range.end - 1) / CHUNK_BYTES))
+                .drain_written(|range| {
+                    chunks.extend(range.start / CHUNK_BYTES..=(range.end - 1) / CHUNK_BYTES)
+                })
                 .is_ok(),
             None => false,
         };
         if is_known {
             return Change::Chunks(chunks);
         }
-        // The former watch ends first. From here on the kernel notes what is written, if it can.
+        // The previous tracking must end before the next one begins.
         self.written = None;
-        self.written = WrittenPages::watch(mapping).ok().filter(|written| written.look(drop).is_ok());
+        self.written =
+            WrittenPages::watch(mapping).ok().filter(|written| written.drain_written(drop).is_ok());
         Change::All
     }
 
-    /// Ends the watch over writes, so that the mapping can be moved at once. The next sync compares
-    /// all of the segment.
-    pub(super) fn end_watch(&mut self) {
+    /// Stops the tracking of writes, so that the mapping can be moved fast. The next sync compares
+    /// the whole segment.
+    pub(super) fn stop_tracking(&mut self) {
         self.written = None;
     }
 }
 
-/// Frees the copies of a segment that no live host owns, and with them its number and addresses.
-/// `agent` is the agent's socket. Returns false if it has none.
+/// Frees the copies of a segment that no live host owns, and so its number and addresses. `agent`
+/// is the path of the agent's socket. Returns false if the segment has no copies.
 ///
 /// # Errors
-/// If a host may own it, or the agent refuses.
+/// If a host may own the segment, or the agent refuses.
 pub fn free_copies(agent: &Path, id: u64) -> Result<bool, Error> {
     let socket = connect(agent)?;
     let ask = |call: &Call| Ok(ask(&socket, call)?.0);
@@ -317,7 +321,7 @@ pub fn free_copies(agent: &Path, id: u64) -> Result<bool, Error> {
     environment.outcome(discarded).map(|()| true)
 }
 
-/// The chunks of a segment that are no holes of its memory.
+/// For each chunk of a segment's memory, whether it has data, or is a hole.
 fn data_chunks(memory: &OwnedFd, bytes: u64) -> rustix::io::Result<Vec<bool>> {
     let mut chunks = vec![false; chunks_of(bytes)];
     let mut at = 0;
@@ -333,7 +337,7 @@ fn data_chunks(memory: &OwnedFd, bytes: u64) -> rustix::io::Result<Vec<bool>> {
     Ok(chunks)
 }
 
-/// The words of a chunk.
+/// Returns the words of a chunk.
 fn words_of(words: &[AtomicU64], chunk: usize) -> &[AtomicU64] {
     let words = words.get(chunk * CHUNK_BYTES / 8..).unwrap_or_default();
     &words[..words.len().min(CHUNK_BYTES / 8)]

@@ -1,12 +1,12 @@
-//! The connections to the agent. If the agent ends, its next process takes the segments over, and
-//! a thread connects again.
+//! The link of a process to its agent, which survives restarts of the agent: a thread detects the
+//! end of the agent, and connects to the next one.
 //!
-//! Meanwhile this process works on. Touches of pages that are elsewhere wait, and so do calls. If
-//! no agent answers for the grace time, other hosts may go on without this one: then this process
-//! loses its segments, and a touch is SIGSEGV.
+//! Meanwhile this process continues. Touches of missing pages wait, and so do calls. If no agent
+//! answers for the grace time, other hosts may consider this host dead. Then this process loses its
+//! segments, and a touch raises SIGSEGV.
 //!
-//! The process keeps a reference to each userfaultfd that it has sent to its agent. With the last
-//! reference, the kernel would give zeros for missing pages.
+//! The process keeps a reference to each userfaultfd that it has sent to its agent. Without any
+//! reference, the kernel would map zeros for missing pages.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -24,69 +24,76 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::Error;
-use super::connections::{Connections, Ends, ask, send};
+use super::connections::{AgentEndWatch, Connections, ask, send};
 
-/// Interval of attempts to connect, at which events of mappings are read as well.
-const TICK: Duration = Duration::from_millis(20);
+/// Interval between attempts to connect, and between reads of the events of mappings meanwhile.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The connections of a process to its agent.
+/// The link of a process to its agent.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct AgentLink {
     agent: PathBuf,
     process: String,
     calls: Mutex<OwnedFd>,
-    /// For waiting, meanwhile other calls can be made.
+    /// The socket for [`Call::Receive`], which may wait for long. Other calls use `calls`.
     arrivals: Mutex<OwnedFd>,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     has_changed: Condvar,
-    held: Mutex<BTreeMap<u64, Held>>,
+    held: Mutex<BTreeMap<u64, HeldSegment>>,
 }
 
 #[derive(Debug)]
-struct State {
-    /// How many times it was connected.
+struct LinkState {
+    /// The number of times that the link was connected.
     connections: u64,
-    /// How long this process may have its segments without an agent.
+    /// The time for which this process may use its segments without an agent.
     grace: Duration,
-    /// The ends of the latest connections.
-    ends: Arc<Ends>,
-    /// No agent has come in time.
-    is_over: bool,
-    /// The process wants no segments any more.
+    /// The end watch of the latest connections.
+    end_watch: Arc<AgentEndWatch>,
+    /// Whether the segments are lost, because no agent answered within the grace time.
+    is_lost: bool,
+    /// Whether the process has closed the link.
     is_closing: bool,
 }
 
-/// A segment that is mapped.
+/// A segment that is mapped, or is about to be.
 #[derive(Debug)]
-struct Held {
+struct HeldSegment {
     address: usize,
     bytes: usize,
     tenure: Tenure,
-    armed: Option<Armed>,
+    armed: Option<ArmedMapping>,
 }
 
-/// A segment of which pages are elsewhere.
+/// The mapping of a segment with missing pages.
 #[derive(Clone, Debug)]
-struct Armed {
+struct ArmedMapping {
     faults: Arc<PageFaults>,
     pulls: bool,
 }
 
-/// Which connection.
+/// One of the two sockets of a process to its agent.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Line {
+pub(super) enum AgentSocket {
+    /// The socket for calls with an immediate answer.
     Calls,
+    /// The socket for [`Call::Receive`] and [`Call::Serve`].
     Arrivals,
 }
 
-impl Link {
-    /// Connects, and starts the thread that connects again.
+impl AgentLink {
+    /// Connects to the agent, and starts the thread that connects again when the agent ends.
     pub fn open(agent: &Path, process: &str) -> Result<Arc<Self>, Error> {
-        let Connections { calls, arrivals, ends, grace, .. } =
+        let Connections { calls, arrivals, end_watch, grace, .. } =
             Connections::open(agent, process, Vec::new(), None)?;
-        let ends = Arc::new(ends);
-        let state =
-            State { connections: 1, grace, ends: Arc::clone(&ends), is_over: false, is_closing: false };
+        let end_watch = Arc::new(end_watch);
+        let state = LinkState {
+            connections: 1,
+            grace,
+            end_watch: Arc::clone(&end_watch),
+            is_lost: false,
+            is_closing: false,
+        };
         let link = Arc::new(Self {
             agent: agent.to_owned(),
             process: process.to_owned(),
@@ -98,46 +105,46 @@ impl Link {
         });
         let watched = Arc::clone(&link);
         let thread = std::thread::Builder::new().name("aquifer-segments".into());
-        thread.spawn(move || watched.watch(ends)).map_err(Error::System)?;
+        thread.spawn(move || watched.keep_connected(end_watch)).map_err(Error::System)?;
         Ok(link)
     }
 
-    /// The socket of the agent.
+    /// The path of the agent's socket.
     pub fn agent(&self) -> &Path {
         &self.agent
     }
 
-    /// Ends the connections, without waiting for calls or for an agent.
+    /// Closes the connections, without waiting for calls or for an agent.
     pub fn close(&self) {
         let mut state = self.state.lock();
         state.is_closing = true;
-        state.ends.shut_down();
+        state.end_watch.shut_down();
         self.has_changed.notify_all();
     }
 
-    /// Asks the agent. If that ends before it answers, asks the next one: `call` is told whether it
-    /// is repeated.
+    /// Sends a call, and returns the answer. If the agent ends before it answers, retries at the
+    /// next agent: the argument of `call` is whether this is a retry.
     pub fn ask(&self, call: impl Fn(bool) -> Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
-        self.ask_and(Line::Calls, call, |answer, fds, _| Ok((answer, fds)))
+        self.ask_then(AgentSocket::Calls, call, |answer, fds, _| Ok((answer, fds)))
     }
 
-    /// As [`Self::ask`]; what is done with the answer, `then`, is done before another call on this
-    /// line.
-    pub fn ask_and<T>(
+    /// Sends a call as [`Self::ask`], and passes the answer to `then`. No other call is sent on the
+    /// same socket before `then` returns.
+    pub fn ask_then<T>(
         &self,
-        line: Line,
+        socket: AgentSocket,
         call: impl Fn(bool) -> Call,
         then: impl FnOnce(Answer, Vec<OwnedFd>, &OwnedFd) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let mut is_repeated = false;
         loop {
             let connection = self.state.lock().connections;
-            let socket = if line == Line::Calls { &self.calls } else { &self.arrivals }.lock();
-            match ask(&socket, &call(is_repeated)) {
-                Ok((answer, fds)) => return then(answer, fds, &socket),
+            let locked = if socket == AgentSocket::Calls { &self.calls } else { &self.arrivals }.lock();
+            match ask(&locked, &call(is_repeated)) {
+                Ok((answer, fds)) => return then(answer, fds, &locked),
                 Err(error @ (Error::Agent(_) | Error::Gone(_))) => {
-                    drop(socket);
-                    if !self.await_next(connection) {
+                    drop(locked);
+                    if !self.wait_for_reconnect(connection) {
                         return Err(error);
                     }
                     is_repeated = true;
@@ -147,23 +154,26 @@ impl Link {
         }
     }
 
-    /// Waits for another connection. Returns false if there will be none.
-    fn await_next(&self, connection: u64) -> bool {
+    /// Waits until the link is connected again after connection number `connection`. Returns false
+    /// if the segments are lost, or the link is closed.
+    fn wait_for_reconnect(&self, connection: u64) -> bool {
         let must_wait =
-            |state: &mut State| state.connections == connection && !state.is_over && !state.is_closing;
+            |state: &mut LinkState| state.connections == connection && !state.is_lost && !state.is_closing;
         let mut state = self.state.lock();
         self.has_changed.wait_while(&mut state, must_wait);
-        !state.is_over && !state.is_closing
+        !state.is_lost && !state.is_closing
     }
 
-    /// A segment is going to be mapped.
+    /// Records a segment before it is mapped, so that its loss revokes the mapping. Call
+    /// [`Self::confirm`] once it is mapped.
     ///
     /// # Errors
-    /// If it is mapped already, perhaps by another thread, or was lost and not dropped yet.
-    pub fn hold(&self, id: u64, address: usize, bytes: usize, tenure: Tenure) -> Result<(), Error> {
+    /// If the segment is mapped already, perhaps by another thread, or was lost and is not dropped
+    /// yet.
+    pub fn reserve(&self, id: u64, address: usize, bytes: usize, tenure: Tenure) -> Result<(), Error> {
         match self.held.lock().entry(id) {
             Entry::Vacant(free) => {
-                free.insert(Held { address, bytes, tenure, armed: None });
+                free.insert(HeldSegment { address, bytes, tenure, armed: None });
                 Ok(())
             }
             Entry::Occupied(_) => {
@@ -172,105 +182,107 @@ impl Link {
         }
     }
 
-    /// That of a segment that is mapped.
+    /// Returns the tenure of segment `id`; the default if it is not mapped.
     pub fn tenure(&self, id: u64) -> Tenure {
         self.held.lock().get(&id).map(|held| held.tenure).unwrap_or_default()
     }
 
-    /// It is mapped.
+    /// Completes [`Self::reserve`]: the segment is mapped.
     ///
     /// # Errors
-    /// If the process has lost its segments meanwhile.
+    /// If the process has lost its segments meanwhile. Then the mapping is revoked.
     pub fn confirm(&self, id: u64) -> Result<(), Error> {
         let held = self.held.lock();
-        if self.state.lock().is_over {
+        if self.state.lock().is_lost {
             held.get(&id).iter().for_each(|segment| segment.revoke());
             return Err(Error::Failed("no agent has come in time, and all segments are lost".into()));
         }
         Ok(())
     }
 
-    /// Has the agent at the other end of `arrivals` serve the faults of a mapping.
+    /// Sends the userfaultfd of a mapping to the agent at the other end of `arrivals`, which serves
+    /// its faults.
     pub fn serve(&self, id: u64, uffd: OwnedFd, pulls: bool, arrivals: &OwnedFd) -> Result<(), Error> {
         let mut held = self.held.lock();
         let Some(segment) = held.get_mut(&id) else { return Err(Error::Answer) };
         let faults = Arc::new(PageFaults::new(uffd, segment.address, segment.bytes));
-        // If the agent has ended, its next process is asked.
+        // If the agent has ended, `resume_segments` sends it to the next one.
         let _is_sent = send(arrivals, &Call::Serve { id, pulls }, &[faults.as_fd()]);
-        segment.armed = Some(Armed { faults, pulls });
+        segment.armed = Some(ArmedMapping { faults, pulls });
         Ok(())
     }
 
-    /// A segment is unmapped.
+    /// Removes the record of a segment that is unmapped.
     pub fn release(&self, id: u64) {
         self.held.lock().remove(&id);
     }
 
-    /// Connects again whenever the agent ends.
-    fn watch(&self, mut ends: Arc<Ends>) {
+    /// Connects again whenever the agent ends. Returns when the segments are lost and the link is
+    /// closed.
+    fn keep_connected(&self, mut end_watch: Arc<AgentEndWatch>) {
         loop {
-            let until = self.await_end(&ends);
-            // Calls that wait for an answer learn of it, if only one has ended.
-            ends.shut_down();
+            let until = self.wait_for_agent_end(&end_watch);
+            // If only one connection has ended, calls that wait on the other one must fail, too.
+            end_watch.shut_down();
             let is_closing = self.state.lock().is_closing;
             match (is_closing, self.reconnect(until)) {
-                (false, Some(next)) => ends = next,
-                _ => return self.give_up(),
+                (false, Some(next)) => end_watch = next,
+                _ => return self.lose_segments(),
             }
         }
     }
 
     /// Waits until the agent has ended, or has not answered for the grace time. Returns the end of
     /// the grace time after its latest answer.
-    fn await_end(&self, ends: &Ends) -> BootInstant {
-        let mut deadline = AnswerDeadline::new(self.state.lock().grace, ends.asked);
-        let pulse = &ends.pulse;
+    fn wait_for_agent_end(&self, end_watch: &AgentEndWatch) -> BootInstant {
+        let mut deadline = AnswerDeadline::new(self.state.lock().grace, end_watch.asked);
+        let keep_alive = &end_watch.keep_alive;
         loop {
-            let mut ends = [
-                PollFd::new(&ends.calls, PollFlags::RDHUP),
-                PollFd::new(&ends.arrivals, PollFlags::RDHUP),
-                PollFd::new(pulse, PollFlags::IN),
+            let mut sockets = [
+                PollFd::new(&end_watch.calls, PollFlags::RDHUP),
+                PollFd::new(&end_watch.arrivals, PollFlags::RDHUP),
+                PollFd::new(keep_alive, PollFlags::IN),
             ];
             let now = BootInstant::now();
             let until = deadline.wait_until(now);
             let left = Timespec::try_from(until.saturating_duration_since(now)).unwrap_or_default();
-            let is_over = match poll(&mut ends, Some(&left)) {
+            let has_ended = match poll(&mut sockets, Some(&left)) {
                 Err(rustix::io::Errno::INTR) => false,
                 Err(_) => true,
                 Ok(0) if BootInstant::now() < until => false,
                 Ok(0) => match deadline.note_silence(BootInstant::now()) {
                     AfterSilence::GiveUp => true,
-                    AfterSilence::Ask => send(pulse, &Call::Pulse, &[]).is_err(),
+                    AfterSilence::Ask => send(keep_alive, &Call::KeepAlive, &[]).is_err(),
                 },
-                Ok(_) if ends.iter().all(|end| (end.revents() - PollFlags::IN).is_empty()) => {
+                Ok(_) if sockets.iter().all(|socket| (socket.revents() - PollFlags::IN).is_empty()) => {
                     deadline.note_answer();
-                    receive_frame(pulse).is_err()
+                    receive_frame(keep_alive).is_err()
                 }
                 Ok(_) => true,
             };
-            if is_over {
+            if has_ended {
                 return deadline.end();
             }
         }
     }
 
-    /// The next connections; `None` if no agent has come in time, or the process wants
-    /// no segments any more.
-    fn reconnect(&self, until: BootInstant) -> Option<Arc<Ends>> {
+    /// Connects to the next agent. Returns `None` if no agent answers before `until`, or the link
+    /// is closed.
+    fn reconnect(&self, until: BootInstant) -> Option<Arc<AgentEndWatch>> {
         loop {
             let is_closing = self.state.lock().is_closing;
             if is_closing || BootInstant::now() >= until {
                 return None;
             }
-            // Whatever an answer has brought is mapped and held once the lines are free. The
-            // connections have ended, so no further answer comes.
+            // Once both locks were free, the segments of all answers are mapped and in `held`. The
+            // connections have ended, so no further answer arrives.
             drop((self.calls.lock(), self.arrivals.lock()));
             let held = self.held.lock().iter().map(|(id, held)| (*id, held.tenure)).collect();
             match Connections::open(&self.agent, &self.process, held, Some(until)) {
                 Ok(next) => return self.install(next),
                 Err(_) => self.read_events(),
             }
-            // An agent that was told to stop has removed its socket, and with it all segments.
+            // An agent that was stopped on purpose has removed its socket, and freed all segments.
             if !self.agent.exists() {
                 return None;
             }
@@ -278,10 +290,10 @@ impl Link {
         }
     }
 
-    /// Goes on with the next connections; `None` if the process wants no segments any more.
-    fn install(&self, next: Connections) -> Option<Arc<Ends>> {
+    /// Replaces the connections by the next ones. Returns `None` if the link is closed.
+    fn install(&self, next: Connections) -> Option<Arc<AgentEndWatch>> {
         let (mut calls, mut arrivals) = (self.calls.lock(), self.arrivals.lock());
-        self.go_on(&next);
+        self.resume_segments(&next);
         (*calls, *arrivals) = (next.calls, next.arrivals);
         let mut state = self.state.lock();
         if state.is_closing {
@@ -289,17 +301,18 @@ impl Link {
         }
         state.connections += 1;
         state.grace = next.grace;
-        state.ends = Arc::new(next.ends);
+        state.end_watch = Arc::new(next.end_watch);
         self.has_changed.notify_all();
-        Some(Arc::clone(&state.ends))
+        Some(Arc::clone(&state.end_watch))
     }
 
-    /// Has the new agent serve the faults, and gives up what it does not have.
-    fn go_on(&self, next: &Connections) {
+    /// Sends the userfaultfds to the next agent, and revokes segments that this process does not
+    /// own there.
+    fn resume_segments(&self, next: &Connections) {
         for (id, segment) in self.held.lock().iter() {
             match &segment.armed {
                 _ if !next.still_held.contains(id) && !next.awaited.contains(id) => segment.revoke(),
-                Some(Armed { faults, pulls }) => {
+                Some(ArmedMapping { faults, pulls }) => {
                     let serve = Call::Serve { id: *id, pulls: *pulls };
                     let _is_sent = send(&next.arrivals, &serve, &[faults.as_fd()]);
                 }
@@ -308,27 +321,28 @@ impl Link {
         }
     }
 
-    /// A thread that moves a mapping waits until its event is read. Threads whose touches are read
-    /// are woken by the next agent.
+    /// Reads the events of all armed mappings, because a thread that moves a mapping waits until
+    /// its event is read. The next agent wakes the threads whose touches are read here.
     fn read_events(&self) {
         let armed: Vec<_> = self.held.lock().values().filter_map(|held| held.armed.clone()).collect();
         let mut touches = Vec::new();
-        for Armed { faults, .. } in armed {
+        for ArmedMapping { faults, .. } in armed {
             let _has_ended = faults.read(&mut touches);
         }
     }
 
-    /// The process loses its segments.
-    fn give_up(&self) {
+    /// Revokes all segments, because no agent answered within the grace time. Returns when the link
+    /// is closed.
+    fn lose_segments(&self) {
         {
             let mut state = self.state.lock();
-            state.is_over = true;
+            state.is_lost = true;
             self.has_changed.notify_all();
             if state.is_closing {
                 return;
             }
         }
-        self.held.lock().values().for_each(Held::revoke);
+        self.held.lock().values().for_each(HeldSegment::revoke);
         while !self.state.lock().is_closing {
             self.read_events();
             pause();
@@ -336,27 +350,29 @@ impl Link {
     }
 }
 
-impl Held {
+impl HeldSegment {
+    /// Revokes the program's access to the segment.
     fn revoke(&self) {
-        if let Some(Armed { faults, .. }) = &self.armed {
-            // Threads that wait touch the page again, which is gone.
+        if let Some(ArmedMapping { faults, .. }) = &self.armed {
+            // A thread that moves the mapping waits until its event is read.
             let mut touches = Vec::new();
             let _has_ended = faults.read(&mut touches);
         }
         let revoked = revoke(self.address, self.bytes);
-        if let Some(Armed { faults, .. }) = &self.armed {
+        if let Some(ArmedMapping { faults, .. }) = &self.armed {
+            // Waiting threads touch their page again, and get SIGSEGV.
             let _was_mapped = faults.wake_all();
         }
         if let Err(error) = revoked {
-            // Nothing else is in the arena, so this does not happen; but it must not go on.
-            eprintln!("aquifer: cannot take a segment from this process: {error}");
+            // Only a bug makes this fail. The process must not continue with the segment.
+            eprintln!("aquifer: cannot revoke this process's access to a segment: {error}");
             std::process::abort();
         }
     }
 }
 
-/// Waits a moment.
+/// Sleeps for [`RETRY_INTERVAL`].
 pub(super) fn pause() {
-    let tick = Timespec::try_from(TICK).unwrap_or_default();
-    let _time = poll(&mut [], Some(&tick));
+    let interval = Timespec::try_from(RETRY_INTERVAL).unwrap_or_default();
+    let _time = poll(&mut [], Some(&interval));
 }

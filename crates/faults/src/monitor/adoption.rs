@@ -7,20 +7,20 @@ use crate::areas::Area;
 use crate::edge::Edge;
 use crate::kernel::{FillSource, FillStop};
 
-/// Present pages that are adopted in one turn.
+/// Maximum number of present pages that are adopted in one turn.
 const ADOPT_PAGES_MAX: usize = 4096;
-/// Pages that are scanned for presence in one call; holes cost next to nothing.
+/// Maximum number of pages that one call scans for presence. Holes cost next to nothing.
 const ADOPT_SPAN_PAGES: u64 = 1 << 18;
-/// Areas that are scanned in one turn.
+/// Maximum number of areas that are scanned in one turn.
 const ADOPT_AREAS_MAX: usize = 16;
-/// Pages that one fill proves registered.
+/// Maximum number of pages that one fill proves registered.
 const PROVE_PAGES_MAX: usize = 512;
 
 impl<E: Edge> Monitor<E> {
-    /// Takes areas that were found in the program's memory map, to be registered in the next turn.
+    /// Sets the areas that the next turn registers.
     ///
-    /// `found`: all areas of the map; those that were found before and not registered are
-    /// forgotten.
+    /// `found`: all pageable areas of the program's memory map. They replace those that were found
+    /// before and are not registered.
     pub fn adopt(&mut self, found: Vec<Area>) {
         self.found = found;
     }
@@ -55,12 +55,12 @@ impl<E: Edge> Monitor<E> {
         self.confirm(&[]);
     }
 
-    /// Adopts a part of what was registered.
+    /// Adopts a part of the registered ranges.
     ///
     /// The rest waits for later turns, so that faults do not wait for adoption, and adopted pages
     /// can be evicted early: the program keeps writing to present pages without a fault.
     ///
-    /// Returns whether it must wait for an event.
+    /// Returns whether adoption must wait for an event.
     pub(super) fn adopt_some(&mut self) -> bool {
         let mut pages = 0;
         for _ in 0..ADOPT_AREAS_MAX {
@@ -76,9 +76,11 @@ impl<E: Edge> Monitor<E> {
         false
     }
 
-    /// Whether an unmap of this range that is read from now on concerns what is mapped there now.
+    /// Whether an unmap of this range that is read from now on concerns the memory that is mapped
+    /// there now.
     ///
-    /// While an event is unread, it may concern what a remap has moved away, and would be ignored.
+    /// While an event is unread, it may concern memory that a remap has moved away, and would be
+    /// ignored.
     fn can_adopt(&mut self, part: Area) -> bool {
         let has_pending_unmap = self.pending_unmaps.iter().any(|area| area.overlaps(part));
         if has_pending_unmap && self.edge.has_no_unread_event() {
@@ -88,7 +90,7 @@ impl<E: Edge> Monitor<E> {
         !has_pending_unmap
     }
 
-    /// Adopts a range up to `max` present pages; returns how many there were.
+    /// Adopts a range up to `max` present pages. Returns the number of present pages.
     fn adopt_part(&mut self, part: Area, max: usize) -> usize {
         let mut present = std::mem::take(&mut self.present);
         present.clear();
@@ -113,9 +115,10 @@ impl<E: Edge> Monitor<E> {
     /// Adopts consecutive pages that were seen present after their range was registered.
     ///
     /// Since then they may have been unmapped, and unregistered memory mapped in their place. Such
-    /// pages must never be evicted, because their faults would not be reported. A trial fill tells:
-    /// the kernel first checks that the whole range is one registered area, and then finds the
-    /// first page present. That proves that the pages are registered, and that no event was unread.
+    /// pages must never be evicted, because their faults would not be reported. A trial fill
+    /// detects them: the kernel first checks that the whole range is one registered area, and then
+    /// finds the first page present. That proves that the pages are registered, and that no event
+    /// was unread.
     ///
     /// If an event was unread, it is applied, and the page from which on the presence must be
     /// looked up again is returned: a remap may have put an evicted page where a present one was
@@ -146,7 +149,7 @@ impl<E: Edge> Monitor<E> {
 
     /// Proves that pages are registered, or that they are not.
     ///
-    /// Returns how many pages were decided; 0 if an event was unread.
+    /// Returns the number of pages for which this is decided; 0 if an event was unread.
     fn prove_registered(&mut self, first: PageNumber, pages: usize) -> usize {
         let filled = self.edge.fill(first, pages, FillSource::Zeros { is_private: false });
         let is_known_elsewhere = !matches!(self.volume.state(first), PageState::Zero);

@@ -1,9 +1,9 @@
-//! Confirmation: finds out which parts of newly registered ranges were mapped when they were
+//! Confirmation: determines which parts of newly registered ranges were mapped when they were
 //! registered.
 //!
-//! Registration skips holes, and the kernel does not say which. The memory map says it afterwards,
-//! if no event is unread. Until then a Remap into such a range is held back, because only what was
-//! registered is reported when it is moved away.
+//! Registration skips holes, and the kernel does not report them. The memory map shows them
+//! afterwards, if no event is unread. Until then a Remap into such a range is held back, because
+//! the kernel reports the later move of registered memory only.
 
 use aquifer_pager::Mutation;
 
@@ -19,12 +19,13 @@ impl<E: Edge> Monitor<E> {
         !trusts && self.unconfirmed.missing(target) != [target]
     }
 
-    /// Queues for adoption what of the unconfirmed ranges was registered before some events, which
-    /// are all that were read and not applied. Returns false if another event is unread.
+    /// Queues for adoption the parts of unconfirmed ranges that were registered before `events`,
+    /// which are all events that were read and not applied. Returns false if another event is
+    /// unread.
     ///
-    /// A page is moved away or unmapped only if it is there, and memory is moved only to a free
-    /// place. So the events and what is registered after them tell what was registered before,
-    /// whatever their order was.
+    /// Only existing pages are moved away or unmapped, and memory is moved only to a free range. So
+    /// the events and the areas that are registered after them determine which areas were
+    /// registered before, in whatever order the events happened.
     pub(super) fn confirm(&mut self, events: &[ReadEvent<E::Child>]) -> bool {
         let ranges: Vec<Area> = self.unconfirmed.iter().collect();
         if ranges.is_empty() {

@@ -11,7 +11,7 @@ use crate::edge::{Edge, SenderEvent};
 use crate::journal::PersistentRanges;
 use crate::kernel::{PageFault, UffdMessage};
 
-/// Attempts to write-protect all pages within one turn.
+/// Maximum number of attempts to write-protect all pages within one turn.
 const PROTECT_TRIES_MAX: u32 = 64;
 
 impl<E: Edge> Monitor<E> {
@@ -67,7 +67,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Applies an event, and records that.
+    /// Applies an event, and records in the journal that it is applied.
     pub(super) fn apply_event(&mut self, index: usize, event: UffdMessage<E::Child>) {
         match event {
             UffdMessage::Fork(child) if self.has_ended => self.edge.abandon_child(child),
@@ -92,14 +92,14 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Applies an Unmap, unless it reports what a remap has already moved away.
+    /// Applies an Unmap, unless it reports memory that a remap has already moved away.
     fn apply_unmap(&mut self, area: Area) {
         if let Some(at) = self.pending_unmaps.iter().position(|other| *other == area)
             && !Mutation::ApplyStaleUnmap.is_active()
         {
             // If anything is mapped there now, a later remap has moved it there.
             self.pending_unmaps.swap_remove(at);
-            self.left.remove(area);
+            self.vacated.remove(area);
             return;
         }
         self.volume.discard(area.start, area.end);
@@ -109,23 +109,23 @@ impl<E: Edge> Monitor<E> {
     /// Drops the pending unmaps: a fill or a move has just proved that no event is unread.
     pub(super) fn forget_pending_unmaps(&mut self) {
         self.are_areas_exact = true;
-        std::mem::take(&mut self.left).iter().for_each(|area| self.areas.insert(area));
+        std::mem::take(&mut self.vacated).iter().for_each(|area| self.areas.insert(area));
         if !self.pending_unmaps.is_empty() {
             self.pending_unmaps.clear();
             self.edge.persist_ranges(PersistentRanges { pending_unmaps: &[], removed: &self.removed });
         }
     }
 
-    /// Removes a range from the areas and from what is known of it.
+    /// Removes a range from all sets of areas.
     fn forget_area(&mut self, area: Area) {
         self.areas.remove(area);
         self.adopting.remove(area);
         self.removed.remove(area);
-        self.left.remove(area);
+        self.vacated.remove(area);
         self.unconfirmed.remove(area);
     }
 
-    /// Records all that the sender has completed since the last call.
+    /// Applies the completions of the sender since the last call.
     pub(super) fn apply_sender_events(&mut self) {
         let mut events = std::mem::take(&mut self.sender_events);
         self.edge.poll_sender(&mut events);
@@ -135,7 +135,7 @@ impl<E: Edge> Monitor<E> {
         self.sender_events = events;
     }
 
-    /// Records one event of the sender.
+    /// Applies one completion of the sender.
     fn apply_sender_event(&mut self, event: SenderEvent) {
         match event {
             SenderEvent::Staged { block, buffer, found } => {
@@ -179,7 +179,7 @@ impl<E: Edge> Monitor<E> {
         }
         self.volume.reclaim_all();
         let child_volume = self.volume.clone_for_fork();
-        // Also because the fair share of each program is smaller with one program more.
+        // Blocks were reclaimed. With one program more, the fair share of each is smaller, too.
         self.announce_free_block();
         match child_volume {
             Ok(volume) => self.edge.start_child(child, volume, self.areas.clone()),
@@ -187,9 +187,9 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Discards what a forked child has not got from its parent.
+    /// Discards the pages that a forked child has not inherited from its parent.
     ///
-    /// Areas that the child has got empty are still registered. They are adopted anew.
+    /// Areas that the child has inherited empty are still registered. They are adopted anew.
     pub(super) fn discard_uninherited(&mut self) {
         let Some(inherited) = self.edge.inherited_areas() else { return };
         if Mutation::InheritAll.is_active() {
@@ -228,17 +228,17 @@ impl<E: Edge> Monitor<E> {
         self.pending_unmaps.push(old);
         let new = Area { start: to, end: to + pages };
         self.removed.remove(new);
-        self.left.remove(new);
+        self.vacated.remove(new);
         self.unconfirmed.remove(new);
-        self.left.insert(old);
+        self.vacated.insert(old);
         self.areas.insert(new);
     }
 
-    /// Write-protects all pages if that is due.
+    /// Write-protects all pages after a fork, if they must be.
     ///
     /// The kernel refuses it until the thread that forked has run. That thread runs at this moment,
-    /// so it is tried several times. Once another event is unread, no further try can succeed, and
-    /// the next turn tries again.
+    /// so this makes several attempts. Once another event is unread, no further attempt can
+    /// succeed, and the next turn tries again.
     pub(super) fn protect(&mut self) {
         for _ in 0..PROTECT_TRIES_MAX {
             if !self.must_protect || self.edge.protect(&self.areas) {

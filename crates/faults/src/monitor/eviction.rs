@@ -3,22 +3,24 @@
 use aquifer_pager::{BLOCK_PAGES, Batch, BlockId, Mutation};
 
 use super::Monitor;
-use crate::edge::{Edge, EvictedBatch, Relatives};
+use crate::edge::{Edge, EvictedBatch, OtherPrograms};
 use crate::kernel::{MoveOutcome, ProgramEnded};
 use crate::stats::FaultStats;
 
-/// Pages kept free below the limit, so that faults seldom wait for room.
+/// Number of pages kept free below the limit, so that faults seldom wait for room.
 pub(crate) const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
-/// Time without another attempt after a batch of which no page could be moved.
+/// Time in ns without another attempt after a batch of which no page could be moved.
 const STALL_NS: u64 = 4_000_000;
-/// Inherited pages that are checked in one pass.
+/// Maximum number of inherited pages that are checked in one pass.
 const CLAIM_PAGES: usize = 1024;
-/// Shortest time between two passes; after a slow pass it is this multiple of the pass's duration.
+/// Minimum time in ns between two passes.
 const CLAIM_INTERVAL_NS: u64 = 1_000_000;
+/// Minimum time between two passes, as a multiple of the duration of the last pass.
 const CLAIM_INTERVAL_FACTOR: u64 = 4;
-/// Pages at most this far apart are checked in one read of `/proc/PID/pagemap`.
+/// Maximum distance of two pages that are checked in one read of `/proc/PID/pagemap`.
 const CLAIM_GAP_PAGES: u64 = 256;
-/// Pages that a program keeps under any limit: more than one instruction can need at once.
+/// Number of pages that a program keeps under any limit: more than one instruction can need at
+/// once.
 const HELD_PAGES_MIN: u64 = 8;
 
 impl<E: Edge> Monitor<E> {
@@ -81,7 +83,7 @@ impl<E: Edge> Monitor<E> {
         self.present = exclusive;
     }
 
-    /// Evicts one batch; returns whether another may be tried at once.
+    /// Evicts one batch. Returns whether another attempt may follow at once.
     fn evict_batch(&mut self) -> bool {
         let Some(block) = self.allocate_block() else {
             self.wants_block = true;
@@ -97,7 +99,7 @@ impl<E: Edge> Monitor<E> {
         may_go_on
     }
 
-    /// Evicts one batch into a block; returns whether another may be tried at once.
+    /// Evicts one batch into a block. Returns whether another attempt may follow at once.
     fn evict_into(&mut self, block: BlockId) -> bool {
         let is_over_limit = self.budget.excess(0) > 0;
         self.victims.clear();
@@ -108,7 +110,7 @@ impl<E: Edge> Monitor<E> {
         if self.victims.is_empty() {
             self.free_block(block);
             if is_over_limit && !std::mem::replace(&mut self.has_woken_others, true) {
-                self.edge.wake_relatives(Relatives::WithPages);
+                self.edge.wake_others(OtherPrograms::WithPages);
             }
             return false;
         }
@@ -125,7 +127,7 @@ impl<E: Edge> Monitor<E> {
                 Err(ProgramEnded) => break,
             }
         }
-        // What has left is gone with the program. The worker ends when no buffer is in use.
+        // The moved pages are lost with the program. The worker ends when no buffer is in use.
         self.edge.release_buffer(buffer);
         self.victims.iter().for_each(|page| self.volume.refused(*page));
         self.free_block(block);
@@ -141,22 +143,23 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Allocates a block for a batch; without one, queues this program and wakes those that can
-    /// pass one.
+    /// Allocates a block for a batch. If there is none, queues this program, and wakes the programs
+    /// that can pass one on.
     pub(super) fn allocate_block(&mut self) -> Option<BlockId> {
         let waited = self.volume.waits_in_mempool();
         let block = self.volume.allocate_block().or_else(|| {
-            // Before it is queued: a program that frees a block after that must know.
+            // Set before this program is queued, because a program that frees a block after that
+            // must see it.
             self.edge.set_waits_for_block(true);
             if self.volume.queue_for_block() {
-                self.edge.wake_relatives(Relatives::WithBlocks);
+                self.edge.wake_others(OtherPrograms::WithBlocks);
             }
             // A block may have been freed before this program was queued.
             self.volume.allocate_block()
         });
         // Either attempt may have found that the mempool has no block, rather than the share.
         if !waited && self.volume.waits_in_mempool() {
-            self.edge.wake_relatives(Relatives::AllWithBlocks);
+            self.edge.wake_others(OtherPrograms::AllWithBlocks);
         }
         block
     }
@@ -169,14 +172,14 @@ impl<E: Edge> Monitor<E> {
     /// Wakes the programs that wait for a block if one was freed.
     pub(super) fn announce_free_block(&mut self) {
         if self.budget.consume_block_notification() {
-            self.edge.wake_relatives(Relatives::WithoutBlock);
+            self.edge.wake_others(OtherPrograms::WithoutBlock);
         }
         if !self.volume.waits_in_mempool() && self.budget.mempool_user().has_waiting() {
-            self.edge.wake_relatives(Relatives::UsersWithoutBlock);
+            self.edge.wake_others(OtherPrograms::UsersWithoutBlock);
         }
     }
 
-    /// Records what the worker did, and submits the pages that were moved.
+    /// Records the outcomes of the worker, and submits the pages that were moved.
     fn record_batch(&mut self, block: BlockId, buffer: usize) -> bool {
         let mut positions = Vec::with_capacity(BLOCK_PAGES);
         let victims = std::mem::take(&mut self.victims);

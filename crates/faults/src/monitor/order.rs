@@ -11,7 +11,7 @@ use crate::areas::{Area, Areas};
 use crate::edge::Edge;
 use crate::kernel::{MoreMessages, UffdMessage};
 
-/// An event, and its index among the messages that were read.
+/// An event with its index among the messages that were read.
 pub(super) type ReadEvent<C> = (usize, UffdMessage<C>);
 
 impl<E: Edge> Monitor<E> {
@@ -27,7 +27,7 @@ impl<E: Edge> Monitor<E> {
     pub(super) fn apply_held_back(&mut self, mut read: usize) {
         let mut events = std::mem::take(&mut self.held_back);
         while !events.is_empty() {
-            // Before the read: events that are raised after this are not needed.
+            // Checked before the read, because events that are raised later are not needed.
             let is_complete = self.edge.has_no_unread_event();
             let mut messages = std::mem::take(&mut self.messages);
             let more = self.edge.read_more_messages(&mut messages);
@@ -59,14 +59,15 @@ impl<E: Edge> Monitor<E> {
         self.held_back = events;
     }
 
-    /// The event to apply next: the first, or one that must come before it. `None` if that was not
-    /// read yet.
+    /// Returns the index of the event to apply next: the first one, or one that must be applied
+    /// before it. `None` if that one was not read yet.
     fn next_in_order(&mut self, events: &[ReadEvent<E::Child>]) -> Option<usize> {
         let is_seen = &mut vec![false; events.len()];
         if events.is_empty() { None } else { self.first_before(events, 0, is_seen) }
     }
 
-    /// Event `at`, or one that must come before it. `None` if that was not read yet.
+    /// Returns `at`, or the index of an event that must be applied before event `at`. `None` if
+    /// that one was not read yet.
     ///
     /// `is_seen`: the events that were considered.
     fn first_before(
@@ -81,7 +82,7 @@ impl<E: Edge> Monitor<E> {
         if !is_blocked && self.may_be_occupied(target) {
             return None;
         }
-        // What was reported earlier is older in any case.
+        // An event that was reported earlier is older in any case.
         for other in 0..if is_blocked { events.len() } else { at } {
             let may_be_first =
                 !is_seen[other] && vacates(&events[other].1).is_some_and(|area| area.overlaps(target));

@@ -1,8 +1,8 @@
 //! Resumption of a program whose monitor has died with its agent.
 //!
-//! Meanwhile the program ran as long as it needed no page. All registered ranges are adopted anew,
-//! because pages may have been filled and not recorded. The edge wakes all threads that wait for
-//! pages, and they fault again.
+//! Since then the program has run as long as it needed no page. All registered ranges are adopted
+//! anew, because pages may have been filled and not recorded. The edge wakes all threads that wait
+//! for pages, and they fault again.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,21 +15,21 @@ use crate::edge::{Edge, EvictedBatch};
 use crate::kernel::MoveOutcome;
 use crate::stats::FaultStats;
 
-/// The pages of one staging buffer: those of the last command, and what the worker did with each.
+/// The pages of the last command for one staging buffer, with the outcome of each.
 pub type EvictionBatch = Vec<(PageNumber, MoveOutcome)>;
 
-/// State of a program to resume from.
+/// The state with which the monitor of a resumed program starts.
 #[derive(Debug)]
 pub struct ResumeState {
     /// Pages of the program, from its page table.
     pub recovered: RecoveredVolume,
     /// Ranges that are registered, as the kernel reports them.
     pub registered: Areas,
-    /// See [`crate::journal::PersistentRanges`].
+    /// See [`crate::journal::PersistentRanges::pending_unmaps`].
     pub pending_unmaps: Vec<Area>,
-    /// See [`crate::journal::PersistentRanges`]; all registered ranges if it is not known.
+    /// See [`crate::journal::PersistentRanges::removed`]; all registered ranges if it is not known.
     pub removed: Areas,
-    /// Per staging buffer, its batch.
+    /// The batch of each staging buffer.
     pub batches: Vec<EvictionBatch>,
 }
 
@@ -48,8 +48,8 @@ impl UnplacedBatch {
     }
 }
 
-/// The block of a batch that was being recorded as staged: some of its pages are staged, and others
-/// are leaving.
+/// Returns the block of a batch that was being recorded as staged: some of its pages are staged,
+/// and others are leaving.
 pub fn partly_staged_block(
     volume: &mut Volume,
     batch: &[(PageNumber, MoveOutcome)],
@@ -89,7 +89,7 @@ impl<E: Edge> Monitor<E> {
         monitor
     }
 
-    /// Takes a batch that was being recorded as staged out of its block.
+    /// Undoes the staging of a batch that was being recorded as staged.
     ///
     /// Such a batch has pages that are leaving and pages that are staged. Returns its block, and
     /// adds the staged pages to `leaving`.
@@ -120,12 +120,13 @@ impl<E: Edge> Monitor<E> {
                 if *outcome != MoveOutcome::Moved || Mutation::ForgetLeaving.is_active() {
                     continue;
                 }
-                // The program can write the lists: a page counts once, in all of them together.
+                // The program can write the lists, so a page may be in several of them. Only its
+                // first entry counts.
                 if leaving.remove(page) {
                     pages.push(*page);
                     positions.push(u8::try_from(position).expect("batches are small"));
                 } else {
-                    // It may be evicted again through another buffer before the next restart.
+                    // The page may be evicted again through another buffer before the next restart.
                     self.edge.forget_move(buffer, position);
                 }
             }
@@ -150,7 +151,7 @@ impl<E: Edge> Monitor<E> {
         self.edge.submit_batch(EvictedBatch { block, buffer, positions, clean_copies: Vec::new() });
     }
 
-    /// Allocates blocks for the unplaced batches; returns whether all have one.
+    /// Allocates blocks for the unplaced batches. Returns whether all have one.
     ///
     /// Until then the monitor must do nothing else: pages in flight must not change their number
     /// or their owner.

@@ -1,4 +1,4 @@
-//! Moves pages out of slabs that are to become empty, while nothing else waits.
+//! Repacking: moves pages out of slabs that are to become empty, while nothing else waits.
 
 use std::sync::atomic::{Ordering::Release, fence};
 
@@ -8,7 +8,7 @@ use super::Monitor;
 use crate::edge::Edge;
 use crate::stats::FaultStats;
 
-/// Leaves of the page table (512 pages each) that are searched in one turn.
+/// Maximum number of leaves of the page table (512 pages each) that are searched in one turn.
 const PARTS_PER_TURN: usize = 64;
 
 /// Progress of this program in the current round of repacking.
@@ -17,21 +17,22 @@ pub(super) struct RepackProgress {
     round: u64,
     /// First page that is not yet searched; `None` if all were.
     next: Option<PageNumber>,
-    /// Pages that were found and are not yet moved.
+    /// Pages that the search has found and that are not yet moved.
     pages: Batch,
     /// Block of moved pages that is not yet acknowledged.
     unacknowledged: Option<BlockId>,
 }
 
 impl RepackProgress {
-    /// Records that a block was acknowledged.
+    /// Records that memory nodes have acknowledged a block.
     pub(super) fn written(&mut self, block: BlockId) {
         self.unacknowledged.take_if(|other| *other == block);
     }
 }
 
 impl<E: Edge> Monitor<E> {
-    /// Finds pages to move and moves up to one block of them; returns whether to go on at once.
+    /// Searches for pages to move, and moves up to one block of them. Returns whether the next turn
+    /// should follow at once.
     pub(super) fn repack(&mut self) -> bool {
         let Some(round) = self.volume.slabs().vacating_round() else { return false };
         let is_busy = !self.pending.is_empty() || self.budget.excess(0) > 0;
@@ -56,8 +57,8 @@ impl<E: Edge> Monitor<E> {
         if pages.is_empty() {
             return false;
         }
-        // Without a block this is tried again at the next signal of the sampler, which comes
-        // every few milliseconds during a round.
+        // Without a block, the next signal of the sampler retries this. During a round it signals
+        // every few milliseconds.
         let Some(open) = self.volume.open_block() else { return false };
         let count = pages.len().min(BLOCK_PAGES);
         let batch: Batch = pages.drain(..count).collect();

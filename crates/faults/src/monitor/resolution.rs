@@ -5,19 +5,19 @@ use std::sync::atomic::AtomicU64;
 use aquifer_pager::{Mutation, PageNumber, PageState, Slot, Volume};
 
 use super::Monitor;
-use crate::edge::{Edge, Relatives};
+use crate::edge::{Edge, OtherPrograms};
 use crate::kernel::{FillOutcome, FillSource, FillStop, PageFault};
 use crate::stats::FaultStats;
 
-/// Most pages that are filled at one fault of a sequential access.
+/// Maximum number of pages that are filled at one fault of a sequential access.
 const WINDOW_MAX: usize = 32;
-/// Most pages whose write protection is removed at one fault.
+/// Maximum number of pages whose write protection is removed at one fault.
 const UNPROTECT_MAX: usize = 64;
 
 /// Outcome of one attempt to resolve a fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum FaultOutcome {
-    /// The fault needs nothing more.
+    /// The fault is resolved.
     Resolved,
     /// The fault waits for the sender or for room.
     WaitForSender,
@@ -26,7 +26,7 @@ pub(super) enum FaultOutcome {
 }
 
 impl<E: Edge> Monitor<E> {
-    /// Serves the faults that were read; returns whether some must be tried again soon.
+    /// Serves the faults that were read. Returns whether some must be retried soon.
     pub(super) fn serve_pending(&mut self) -> bool {
         let mut must_retry = false;
         let mut being_served = std::mem::take(&mut self.being_served);
@@ -82,8 +82,8 @@ impl<E: Edge> Monitor<E> {
                 let filled = self.edge.poison(page);
                 match filled.stop {
                     Some(FillStop::Busy | FillStop::NoMemory) => FaultOutcome::RetrySoon,
-                    // It was poisoned for another thread, or unmapped. A thread that still waits
-                    // finds out when it accesses the page again.
+                    // The page was poisoned for another thread, or unmapped. The waiting thread
+                    // must access it again.
                     Some(FillStop::Exists | FillStop::NoArea) => {
                         self.edge.wake(page);
                         FaultOutcome::Resolved
@@ -103,11 +103,11 @@ impl<E: Edge> Monitor<E> {
         if self.volume.is_in_flight() || self.lacks_block {
             return true;
         }
-        self.edge.wake_relatives(Relatives::WithPages);
+        self.edge.wake_others(OtherPrograms::WithPages);
         false
     }
 
-    /// Lets a write-protected page be written, and its neighbours as far as there is room.
+    /// Removes the write protection of a page, and of its neighbours as far as there is room.
     ///
     /// The page was shared at a fork, so the write makes one page more resident.
     fn serve_protected(&mut self, page: PageNumber) -> FaultOutcome {
@@ -134,7 +134,7 @@ impl<E: Edge> Monitor<E> {
         FaultOutcome::Resolved
     }
 
-    /// Fills with zeros.
+    /// Resolves a fault by a page of zeros.
     fn serve_zero(&mut self, fault: PageFault) -> FaultOutcome {
         let window = self.window(fault.page);
         let mut pages = 1;
@@ -146,7 +146,8 @@ impl<E: Edge> Monitor<E> {
         self.record_fill(fault.page, filled, window, Some(|stats| &stats.zero_pages))
     }
 
-    /// Fills from consecutive slots: pages that left together are adjacent in the mempool.
+    /// Resolves a fault from consecutive slots: pages that left together are adjacent in the
+    /// mempool.
     fn serve_slots(
         &mut self,
         page: PageNumber,
@@ -165,7 +166,7 @@ impl<E: Edge> Monitor<E> {
         self.record_fill(page, filled, window, Some(counter))
     }
 
-    /// Fills from memory nodes; a page that no replica can provide is lost.
+    /// Resolves a fault from memory nodes. A page that no replica can provide is lost.
     fn serve_remote(&mut self, page: PageNumber) -> FaultOutcome {
         let window = self.window(page);
         self.locations.clear();
@@ -191,7 +192,7 @@ impl<E: Edge> Monitor<E> {
         self.record_fill(page, filled, window, Some(|stats| &stats.remote_reads))
     }
 
-    /// Fills pages; only the first if the range is not one area.
+    /// Fills pages; fills only the first if the range is not one area.
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let filled = self.edge.fill(page, pages, source);
         if pages > 1 && filled == (FillOutcome { pages: 0, stop: Some(FillStop::NoArea) }) {
@@ -200,13 +201,13 @@ impl<E: Edge> Monitor<E> {
         filled
     }
 
-    /// How many pages to fill at a fault; more than one only while there is room.
+    /// Returns the number of pages to fill at a fault: more than one only while there is room.
     fn window(&mut self, page: PageNumber) -> usize {
         let max = self.room_ahead().clamp(1, WINDOW_MAX);
         self.streams.window(page, max)
     }
 
-    /// Pages that may be filled ahead: half of the room below the limit.
+    /// Returns the number of pages that may be filled ahead: half of the room below the limit.
     fn room_ahead(&self) -> usize {
         let room = self.budget.resident_max().saturating_sub(self.budget.resident()) / 2;
         usize::try_from(room).unwrap_or(usize::MAX)
@@ -250,7 +251,7 @@ impl<E: Edge> Monitor<E> {
 
     /// Records a page that was found present.
     ///
-    /// Its word says Zero, or says where the page was before it was filled shortly before a
+    /// The page word is Zero, or has the location of the page before it was filled shortly before a
     /// restart. The page becomes doubtful if the kernel may be about to drop it.
     pub(super) fn hold_present(&mut self, page: PageNumber) {
         if self.volume.state(page) != PageState::Zero {

@@ -1,4 +1,4 @@
-//! Attaches programs that have said hello. All that a program says is checked.
+//! Attachment of programs that have sent a hello. Every field of a hello is checked.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,7 +17,7 @@ use super::run::Run;
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
-/// Why a program was refused.
+/// The reason why a program was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// The socket failed.
@@ -38,13 +38,13 @@ pub enum AttachError {
          and CAP_SYS_PTRACE for the events of forks: start the agent as root"
     )]
     Features(io::Error),
-    /// The process is not the one that the userfaultfd serves.
+    /// The process has not proved that it has the memory of the userfaultfd.
     #[error("the agent cannot tell which process this is: {0}")]
     Proof(#[from] ProofError),
-    /// No fork was reported for this child.
+    /// No fork of this child was reported.
     #[error("no program of the run has forked this process")]
     UnknownChild,
-    /// The process has said hello this many times, and what it was before has not ended.
+    /// The process has sent this number of hellos, and its earlier programs have not ended.
     #[error("this process has already said hello {0} times")]
     TooManyHellos(usize),
     /// The keeper does not hold the program.
@@ -56,10 +56,11 @@ pub enum AttachError {
 }
 
 impl PagingService {
-    /// Attaches a program that has said hello on `socket`.
+    /// Attaches a program that has sent a hello on `socket`. Sends the reason to a program that is
+    /// refused.
     ///
-    /// `peer` is the process at the other end, as the kernel reports it, and `userfaultfd` what
-    /// came with the hello. A program that is refused is told the reason.
+    /// `peer` is the process at the other end, as the kernel reports it. `userfaultfd` is the
+    /// descriptor of the hello.
     ///
     /// # Errors
     /// If the program was refused.
@@ -102,7 +103,8 @@ impl PagingService {
     }
 }
 
-/// Passes the hello of a forked child to its monitor, which finds out whether it is that child's.
+/// Passes a hello to the monitor of the forked child that it names. The monitor checks that the
+/// process is that child.
 fn attach_child(
     run: &Run,
     process: UnprovenProcess,
@@ -112,7 +114,7 @@ fn attach_child(
     let number = attachment.hello.child_number;
     let is_this_child = |program: &Arc<Program>| program.id == number && program.is_forked.load(Relaxed);
     let program = run.programs().into_iter().find(is_this_child).ok_or(AttachError::UnknownChild)?;
-    // Each proof of another process uses up a page by which the child can prove its memory.
+    // Each attempt of another process uses up a page with which the child can prove its memory.
     if !program.may_be_of(user, run.tenant()) {
         return Err(AttachError::UnknownChild);
     }

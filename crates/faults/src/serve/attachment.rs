@@ -1,4 +1,4 @@
-//! A program's worker, and its welcome.
+//! The attachment of a program's worker.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,7 +10,7 @@ use aquifer_ipc::{Frame, ProgramHello};
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
-/// What a program's hello brought: the hello, its socket, and the memory shared with its worker.
+/// The attached worker of a program: the hello, its socket, and the control memory.
 #[derive(Debug)]
 pub(crate) struct Attachment {
     pub(crate) hello: ProgramHello,
@@ -19,7 +19,8 @@ pub(crate) struct Attachment {
 }
 
 impl Attachment {
-    /// Welcomes the program. A forked child gets its userfaultfd.
+    /// Sends the welcome to the program, with the control memory. A forked child also gets its
+    /// userfaultfd.
     pub(crate) fn welcome(&self, uffd: &Userfaultfd) -> io::Result<()> {
         if self.hello.is_child {
             send_frame(&self.socket, &Frame::Welcome, &[self.worker.fd(), uffd.as_fd()])
@@ -31,14 +32,14 @@ impl Attachment {
 
 /// Ends the connection to a worker, which then ends as soon as no other process has the memory.
 ///
-/// It is not enough to close the socket, because the keeper has it, too.
+/// Closing the socket is not enough, because the keeper has a duplicate.
 pub(crate) fn shut_down(socket: impl AsFd) {
-    // It fails if the worker has ended.
+    // The call fails if the worker has ended.
     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
 }
 
-/// The outcome of a message to a program whose end is watched: it is no failure if the program has
-/// ended.
+/// Converts the result of a message to a program: the end of the program is not a failure, because
+/// it is watched for.
 pub(crate) fn unless_ended(sent: io::Result<()>) -> io::Result<()> {
     match sent {
         Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
@@ -60,7 +61,7 @@ mod tests {
         let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
         let (agent, worker) = pair().unwrap();
         assert!(unless_ended(send_frame(&agent, &Frame::Welcome, &[])).is_ok());
-        // With a message that it has not read, the error is another one.
+        // If the worker ends without reading a message, the error differs.
         drop(worker);
         for _ in 0..2 {
             assert!(unless_ended(send_frame(&agent, &Frame::Welcome, &[])).is_ok());

@@ -1,16 +1,16 @@
-//! Waiting for a program's thread that is in the kernel.
+//! Backoff while a thread of a program is in the kernel.
 
 use std::time::{Duration, Instant};
 
-/// Waits in a row that only yield the processor.
+/// Number of consecutive waits that only yield the processor.
 const YIELDS_MAX: u32 = 64;
 const PAUSE_MIN: Duration = Duration::from_micros(50);
 const PAUSE_MAX: Duration = Duration::from_millis(1);
-/// Waits that are further apart are not in a row.
+/// Maximum time between two consecutive waits. After a longer time the backoff begins anew.
 const ROW_INTERVAL_MAX: Duration = Duration::from_millis(5);
 
-/// Yields the processor at first, and sleeps if that does not help: the thread may be throttled by
-/// its control group.
+/// A backoff that first yields the processor, and later sleeps for increasing times: the thread may
+/// be throttled by its control group.
 #[derive(Debug)]
 pub(super) struct Backoff {
     waits: u32,

@@ -12,10 +12,10 @@ use crate::uffd::Userfaultfd;
 /// Random bytes that no program can know before they are in its canary.
 pub(crate) type Nonce = [u8; 16];
 
-/// A new nonce.
+/// Makes a new nonce.
 ///
 /// # Errors
-/// If the system gives no random bytes.
+/// If the system cannot provide random bytes.
 pub(crate) fn new_nonce() -> io::Result<Nonce> {
     let mut nonce = [0; 16];
     rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
@@ -24,11 +24,11 @@ pub(crate) fn new_nonce() -> io::Result<Nonce> {
 
 /// The canary of one program.
 ///
-/// A forked child reads its canary before anything else, and says hello with the number in it. The
-/// nonce behind the number proves which process has the memory.
+/// A forked child reads its canary before anything else, and sends its hello with the number in it.
+/// The nonce after the number proves which process has the memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Canary {
-    /// The page, in the memory of the program.
+    /// The page of the canary in the memory of the program.
     pub page: PageNumber,
     /// The number of the program.
     pub number: u64,
@@ -44,30 +44,31 @@ impl Canary {
         bytes
     }
 
-    /// The canary of a proof after the hello, when the process may have read its own.
+    /// Returns canaries for a proof after the hello, when the process may have read its own canary.
     ///
-    /// A page serves for one proof, and other processes of the run can use it up. So the pages of
-    /// knocks serve, too, the last first: `knocks` of them may have been read.
+    /// A page can be used for one proof only, and other processes of the run can use it up. So the
+    /// pages of connect-back requests are used, too, the last one first. The first `knocks` of them
+    /// may have been read.
     ///
     /// # Errors
-    /// If the system gives no random bytes.
+    /// If the system cannot provide random bytes.
     pub fn of_proof(self, knocks: usize) -> io::Result<impl Iterator<Item = Self>> {
         let nonce = new_nonce()?;
         let offsets = std::iter::once(PROOF_PAGE).chain((knocks..KNOCKS_MAX).rev().map(knock_page));
         Ok(offsets.map(move |offset| Self { page: self.page + (offset / PAGE_BYTES) as u64, nonce, ..self }))
     }
 
-    /// Fills the canary; returns it if it was missing.
+    /// Fills the canary, and returns it if it was missing.
     pub fn filled(self, uffd: &Userfaultfd) -> Option<Self> {
         (self.fill(uffd).pages == 1).then_some(self)
     }
 
-    /// The canary, and the pages for the proof and for knocks.
+    /// The pages of the canary, of the proof, and of connect-back requests.
     pub fn pages(self) -> std::ops::Range<PageNumber> {
         self.page..self.page + (CANARY_BYTES / PAGE_BYTES) as u64
     }
 
-    /// Whether a fault on this page is a knock.
+    /// Whether a fault on this page is a connect-back request.
     pub fn is_knock(self, page: PageNumber) -> bool {
         let first = self.page + (knock_page(0) / PAGE_BYTES) as u64;
         (first..first + KNOCKS_MAX as u64).contains(&page)
@@ -81,9 +82,9 @@ impl Canary {
         uffd.copy_page(self.page, &page)
     }
 
-    /// Whether the memory of a process, its `/proc/PID/mem`, has this canary.
+    /// Whether the memory of a process has this canary. `memory` is its `/proc/PID/mem`.
     ///
-    /// The kernel does not wait for a page that is missing in it, but reports an error.
+    /// If the page is missing, the kernel returns an error instead of waiting.
     pub fn is_in(self, memory: impl AsFd) -> bool {
         let mut found = [0; 24];
         let length = rustix::io::pread(memory, &mut found, self.page * PAGE_BYTES as u64);

@@ -12,7 +12,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use super::process::ProgramProcess;
 use super::stat::{PROCESSOR, field};
 
-/// Faults between two checks; a check takes some microseconds.
+/// Number of faults between two checks. A check takes some microseconds.
 const FAULTS_PER_CHECK: u64 = 256;
 
 /// Chooses the core of a monitor's thread and of its program's worker.
@@ -39,7 +39,8 @@ impl CoreFollower {
         }
     }
 
-    /// Notes a fault of a thread, and checks its core if that is due.
+    /// Records a fault of a thread, and checks the core of every
+    /// [`FAULTS_PER_CHECK`]th faulting thread.
     pub(crate) fn faulted(&mut self, process: Option<&ProgramProcess>, thread: u32) {
         self.faults += 1;
         if self.faults >= self.next_check
@@ -64,13 +65,13 @@ impl CoreFollower {
         }
     }
 
-    /// The core of the monitor, where the program's worker should run too: pages that it frees are
-    /// in this core's cache when the next fault needs one. `None` if it may run anywhere.
+    /// The core of the monitor, or `None` if the monitor may run anywhere. The program's worker
+    /// should run there, too: pages that it frees are in this core's cache at the next fault.
     pub(crate) fn core(&self) -> Option<usize> {
         self.pinned
     }
 
-    /// The core where a thread ran last; `None` if the process has no such thread.
+    /// Returns the core on which a thread ran last; `None` if the process has no such thread.
     ///
     /// The number comes from the thread's own PID namespace, and may name another thread here.
     fn core_of(&mut self, process: &ProgramProcess, thread: u32) -> Option<usize> {
@@ -83,7 +84,7 @@ impl CoreFollower {
     }
 }
 
-/// A set with one core.
+/// Returns a set with one core.
 fn single_core(core: usize) -> CpuSet {
     let mut set = CpuSet::new();
     set.set(core);

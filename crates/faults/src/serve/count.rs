@@ -1,8 +1,8 @@
-//! Measures how many resident pages of a program count against its run's limit.
+//! Counting of the resident pages of a program that count against its run's limit.
 //!
 //! For most programs these are all anonymous pages, which the kernel counts. A program that names
-//! a range needs a scan of that range. Scans are rare; between two, the number of pages outside
-//! the range is taken to be constant.
+//! a range needs a scan of that range. Scans are rare; between two scans, the number of pages
+//! outside the range is assumed to be constant.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,15 +13,17 @@ use super::program::Program;
 use crate::maps;
 use crate::pagemap;
 
-/// Time between two scans, as a multiple of what a scan took.
+/// Time between two scans, as a multiple of the duration of a scan.
 const SCAN_INTERVAL_FACTOR: u32 = 32;
-/// The same when the number of resident pages has changed by [`RESCAN_PAGES`].
+/// Time between two scans, as a multiple of the duration of a scan, if the number of resident pages
+/// has changed by more than [`RESCAN_PAGES`].
 const RESCAN_INTERVAL_FACTOR: u32 = 4;
+/// Change of the number of resident pages that makes the next scan due earlier.
 const RESCAN_PAGES: u64 = 1024;
-/// Longest time between two scans.
+/// Maximum time between two scans.
 const SCAN_INTERVAL_MAX: Duration = Duration::from_secs(2);
 
-/// Longest text of `/proc/PID/statm`: seven numbers.
+/// Maximum length of `/proc/PID/statm` in bytes: seven numbers.
 const STATM_BYTES_MAX: usize = 7 * 21;
 
 /// Memory of a program at one moment, in pages.
@@ -29,21 +31,24 @@ const STATM_BYTES_MAX: usize = 7 * 21;
 pub(super) struct MemoryUsage {
     /// Size of the address space; if it has changed, the areas may have changed.
     pub size: u64,
-    /// Resident pages that count.
+    /// Resident pages that count against the limit.
     pub counted: u64,
 }
 
 /// Counts the resident pages of one program.
 #[derive(Debug)]
 pub(super) struct ResidentCounter {
-    /// Resident pages outside the range, and all resident pages, at the last scan.
+    /// Resident pages outside the range at the last scan.
     outside: u64,
+    /// All resident anonymous pages at the last scan.
     anonymous: u64,
-    /// Time of the next scan, and of the next if many pages have changed.
+    /// Time of the next scan.
     next_scan: Instant,
+    /// Time of the next scan if [`RESCAN_PAGES`] pages have changed.
     next_scan_if_changed: Instant,
-    /// The open `/proc/PID/statm`: programs near their limit are sampled every millisecond.
-    /// It is opened again when the worker is known, which lives longer than the process.
+    /// The open `/proc/PID/statm`, and whether it is that of the worker. Kept open, because
+    /// programs near their limit are sampled every millisecond. Opened again when the worker is
+    /// known, which lives longer than the process.
     statm: Option<(bool, File)>,
 }
 
@@ -53,7 +58,7 @@ impl ResidentCounter {
         Self { outside: 0, anonymous: 0, next_scan: now, next_scan_if_changed: now, statm: None }
     }
 
-    /// The memory of a program now; `None` if it has ended.
+    /// Returns the memory of a program now; `None` if it has ended.
     pub(super) fn usage(&mut self, program: &Program) -> Option<MemoryUsage> {
         let (size, anonymous) = self.sizes(program)?;
         let range = program.bounds().paged_range;
@@ -74,7 +79,7 @@ impl ResidentCounter {
         Some(MemoryUsage { size, counted: anonymous.saturating_sub(self.outside) })
     }
 
-    /// Size and resident anonymous pages.
+    /// Returns the size of the address space and the resident anonymous pages, both in pages.
     fn sizes(&mut self, program: &Program) -> Option<(u64, u64)> {
         let process = program.process()?;
         let of_worker = process.has_worker();
@@ -91,21 +96,22 @@ impl ResidentCounter {
     }
 }
 
-/// Size and resident anonymous pages of an open `/proc/PID/statm`; `None` if the process has ended.
+/// Reads the size and the resident anonymous pages from an open `/proc/PID/statm`; `None` if the
+/// process has ended.
 fn read_sizes(statm: &File) -> Option<(u64, u64)> {
     let mut text = [0; STATM_BYTES_MAX];
     let length = statm.read_at(&mut text, 0).ok()?;
     sizes_in(std::str::from_utf8(&text[..length]).ok()?)
 }
 
-/// Size and resident anonymous pages in the text of `/proc/PID/statm`.
+/// Parses the size and the resident anonymous pages in the text of `/proc/PID/statm`.
 fn sizes_in(statm: &str) -> Option<(u64, u64)> {
     let mut numbers = statm.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
     let (size, resident, shared) = (numbers.next()?, numbers.next()?, numbers.next()?);
     Some((size, resident.saturating_sub(shared)))
 }
 
-/// Present pages of the range that the program has named.
+/// Counts the present pages of the program's paged range.
 fn present_pages(program: &Program) -> Option<u64> {
     let range = program.bounds().paged_range;
     let page = aquifer_pager::PAGE_BYTES as u64;
@@ -117,18 +123,20 @@ fn present_pages(program: &Program) -> Option<u64> {
     Some(count)
 }
 
-/// Pages that count, shared pages in proportion, so that the sum over a run is right.
+/// Returns the proportional set size (PSS), in pages, of the memory that counts against the limit.
+/// The sum over a run counts each shared page once.
 ///
-/// 0 if the process has ended: others count what they shared with it. `None` if that is not known.
-pub(super) fn shared_pages(program: &Program) -> Option<u64> {
+/// 0 if the process has ended: other processes count the pages that they shared with it. `None` if
+/// the size is not known.
+pub(super) fn pss_pages(program: &Program) -> Option<u64> {
     let process = program.process()?;
-    shared_pages_of(process, program).or_else(|| has_ended(process.pidfd(), Duration::ZERO).then_some(0))
+    pss_pages_of(process, program).or_else(|| has_ended(process.pidfd(), Duration::ZERO).then_some(0))
 }
 
-fn shared_pages_of(process: &ProgramProcess, program: &Program) -> Option<u64> {
+fn pss_pages_of(process: &ProgramProcess, program: &Program) -> Option<u64> {
     let range = program.bounds().paged_range;
     if !range.is_empty() {
-        return Some(maps::shared_pages(&process.read("smaps")?, &range));
+        return Some(maps::pss_pages(&process.read("smaps")?, &range));
     }
     let text = process.read("smaps_rollup")?;
     let text = std::str::from_utf8(&text).ok()?;
@@ -137,12 +145,12 @@ fn shared_pages_of(process: &ProgramProcess, program: &Program) -> Option<u64> {
     Some(kilobytes / 4)
 }
 
-/// Resident bytes that a process shares with others and that have no file: `MAP_SHARED`, System V.
+/// Returns the resident bytes of shared memory without a file: `MAP_SHARED`, System V.
 pub(super) fn shared_bytes(process: &ProgramProcess) -> Option<u64> {
     shared_bytes_in(std::str::from_utf8(&process.read("status")?).ok()?)
 }
 
-/// The same in the text of `/proc/PID/status`.
+/// Parses the resident bytes of shared memory in the text of `/proc/PID/status`.
 fn shared_bytes_in(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:"))?;
     Some(line.split_ascii_whitespace().next()?.parse::<u64>().ok()? << 10)

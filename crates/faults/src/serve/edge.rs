@@ -39,8 +39,9 @@ use crate::pagemap;
 use crate::uffd::{self, Userfaultfd};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Longest wait for the sender before the program's end is checked.
-const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Timeout of one wait for the sender, after which the program's end is checked.
+const SENDER_TIMEOUT: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
 /// The edge of one real program.
 #[derive(Debug)]
 pub(crate) struct ProcessEdge {
@@ -66,11 +67,11 @@ pub(crate) struct ProcessEdge {
     /// See [`Kernel::inherited_areas`].
     inherited: Option<Areas>,
     backoff: Backoff,
-    /// Knocks that were answered.
+    /// Number of connect-back requests that were answered.
     knocks: usize,
-    /// A bit for each page of a knock that was answered.
+    /// A bit for each page of a connect-back request that was answered.
     answered_knocks: u32,
-    /// Those for which the agent listens.
+    /// Connect-back requests with an open socket.
     open_knocks: Vec<KnockName>,
 }
 
@@ -116,7 +117,7 @@ impl ProcessEdge {
         &self.run
     }
 
-    /// Registers the canary, which a forked child touches first, and the pages for knocks.
+    /// Registers the canary, which a forked child touches first, and the pages that follow it.
     pub(crate) fn register_canary(&self) {
         let pages = self.canary().pages();
         if let Err(error) = self.uffd.register(pages.start, pages.end) {
@@ -124,7 +125,7 @@ impl ProcessEdge {
         }
     }
 
-    /// Proves by the first missing canary that a process has the served memory, and sets it.
+    /// Sets the program's process, which proves by the first missing canary that it has the memory.
     fn identify_by(
         &mut self,
         canaries: impl IntoIterator<Item = Canary>,
@@ -132,20 +133,20 @@ impl ProcessEdge {
     ) -> Result<(), ProofError> {
         let process = process.prove(|| canaries.into_iter().find_map(|canary| canary.filled(&self.uffd)))?;
         self.program.set_process(process, &*self.exit_watcher()?);
-        // A new program that the keeper refuses is refused when its worker is attached.
+        // If the keeper refuses a new program, the attachment of its worker fails later.
         let _held = self.keep();
         self.read_inherited_areas();
-        // It may have taken long, and those that were ended meanwhile did not know the process.
+        // This may have taken long. A run that was ended meanwhile did not know the process.
         if self.run.end_reason().is_some() {
             self.program.kill(self.run.tenant());
         }
         Ok(())
     }
 
-    /// Finds out what memory a forked child has got.
+    /// Reads which areas a forked child has inherited.
     ///
     /// A child of libc's `fork` waits for its canary, and then for the answer to its hello, until
-    /// its monitor has used that.
+    /// its monitor has used the result.
     fn read_inherited_areas(&mut self) {
         if !self.program.must_check_inheritance.load(Relaxed) {
             return;
@@ -166,19 +167,20 @@ impl ProcessEdge {
             }
         });
         if self.inherited.is_none() {
-            // It was made in another way than by `fork`, and changes its memory already.
+            // The child was not made by libc's `fork`, and is already changing its memory.
             self.program.must_check_inheritance.store(false, Relaxed);
         }
     }
 
-    /// The same by the program's own canary, which must be missing.
+    /// Identifies the process by the program's own canary, which must be missing.
     pub(crate) fn identify(&mut self, process: UnprovenProcess) -> Result<(), ProofError> {
         self.identify_by([self.canary()], process)
     }
 
-    /// The same for a forked child that has said hello, and may have read its own canary.
+    /// Identifies the process of a forked child that has sent its hello.
     ///
-    /// Nothing is written at an address from the hello: any process of the run may have sent it.
+    /// Writes nothing at an address from the hello, because any process of the run may have sent
+    /// it.
     pub(crate) fn identify_child(&mut self, process: UnprovenProcess) -> Result<(), ProofError> {
         let proofs = self.canary().of_proof(self.knocks)?;
         self.identify_by(proofs, process)
@@ -210,8 +212,8 @@ impl ProcessEdge {
 
     /// Detaches the worker, which has ended or ends when no other process has the memory.
     ///
-    /// By that a worker knows that its control memory means nothing any more, whatever the program
-    /// has written there.
+    /// The worker detects the shutdown of its socket, and then ignores its control memory, whatever
+    /// the program has written there.
     pub(crate) fn detach(&mut self) {
         if let Some(attachment) = self.attachment.take() {
             shut_down(&attachment.socket);
@@ -220,8 +222,9 @@ impl ProcessEdge {
 
     /// Attaches a worker that another agent has attached.
     ///
-    /// The program may not have been welcomed yet. A program that has been ignores a second
-    /// welcome. A worker that has ended by itself looks like one that does not run yet.
+    /// Sends a welcome unless the worker runs, because the other agent may not have sent it. A
+    /// program ignores a second welcome. A worker that has ended by itself cannot be distinguished
+    /// from one that does not run yet.
     pub(crate) fn reattach(&mut self, attachment: Attachment) -> io::Result<()> {
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         let is_running = attachment.worker.process() != 0;
@@ -230,7 +233,7 @@ impl ProcessEdge {
         if is_running { Ok(()) } else { unless_ended(attachment.welcome(&self.uffd)) }
     }
 
-    /// Lets the keeper hold what another agent needs to resume the program.
+    /// Stores in the keeper the record and the descriptors for a resumption by another agent.
     pub(crate) fn keep(&self) -> Result<(), HoldRefused> {
         let bounds = self.program.bounds();
         let record = ProgramRecord {
@@ -258,7 +261,7 @@ impl ProcessEdge {
         self.unapplied = messages;
     }
 
-    /// Per staging buffer, what another agent has evicted; `None` if the program has ended.
+    /// Returns another agent's batch per staging buffer; `None` if the program has ended.
     pub(crate) fn batches(&mut self) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         self.read_inherited_areas();
         self.find_worker();
@@ -266,7 +269,7 @@ impl ProcessEdge {
         attachment.worker.batches(|| !self.is_over())
     }
 
-    /// The registered ranges as the kernel reports them, without those of the shim.
+    /// Returns the registered ranges as the kernel reports them, without those of the shim.
     pub(crate) fn registered(&self) -> Areas {
         let text = self.program.process().and_then(|process| process.read("smaps"));
         let mut areas = text.map_or_else(Areas::default, |text| maps::registered_areas(&text));
@@ -277,8 +280,8 @@ impl ProcessEdge {
         areas
     }
 
-    /// Whether the program's memory exists. The canary stays missing, so that a process can be
-    /// identified by it.
+    /// Whether the program's memory exists. The check does not fill the canary, which may be needed
+    /// to identify a process.
     pub(crate) fn is_alive(&self) -> bool {
         self.uffd.is_alive(self.canary().page)
     }
@@ -309,21 +312,23 @@ impl ProcessEdge {
 
     /// Identifies the process of a forked child by the thread of its first fault.
     ///
-    /// The number of the thread comes from its own PID namespace. Here it may name another process,
-    /// and what it has in `/proc` is not opened if it is a stranger's: that could wait for ever.
+    /// The number of the thread comes from its own PID namespace. In the agent's namespace it may
+    /// belong to another user's process, whose files in `/proc` must not be opened: that could wait
+    /// for ever.
     fn identify_by_thread(&mut self, thread: u32) {
         if !self.thread_search(false).is_child(thread) {
             return;
         }
         let identified = UnprovenProcess::numbered(thread).and_then(|process| self.identify(process));
         if let Err(error) = identified {
-            // If the kernel has refused the fill, the next fault tries again. Else the hello does.
+            // The next fault retries if the kernel has refused the fill. Otherwise the hello
+            // identifies the process.
             tracing::debug!(%error, thread, "a fault does not identify its process");
         }
     }
 
-    /// Whether the worker runs. Looks for its process, which has statistics of the memory after the
-    /// program's process has ended.
+    /// Whether the worker runs. Also finds the worker's process, which has statistics of the memory
+    /// after the program's process has ended.
     fn find_worker(&self) -> bool {
         let (Some(attachment), Some(process)) = (&self.attachment, self.program.process()) else {
             return false;
@@ -335,7 +340,7 @@ impl ProcessEdge {
         worker != 0
     }
 
-    /// Appends messages that were just read, and records which threads fault.
+    /// Appends messages that were just read, and handles the faults that the monitor does not.
     fn append_messages(
         &mut self,
         mut messages: Vec<UffdMessage<RawFd>>,
@@ -370,7 +375,7 @@ impl ProcessEdge {
     }
 }
 
-/// Write-protects all present pages; returns false if an event is unread.
+/// Write-protects all present pages. Returns false if an event is unread.
 fn protect_all(uffd: BorrowedFd<'_>, areas: &Areas) -> bool {
     for area in areas.iter() {
         let Err(error) = uffd::protect(uffd, area.start, area.end) else { continue };
@@ -421,7 +426,7 @@ impl Kernel for ProcessEdge {
 
     fn release_buffer(&mut self, buffer: usize) {
         if let Some(attachment) = &self.attachment {
-            attachment.worker.emptied(buffer);
+            attachment.worker.release_buffer(buffer);
         }
     }
 
@@ -432,7 +437,7 @@ impl Kernel for ProcessEdge {
     }
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
-        // Each fault there means something.
+        // Canary pages are filled one at a time, because the first access to each is a signal.
         let pages = if self.canary().pages().contains(&page) { 1 } else { pages };
         let bytes = match source {
             FillSource::Zeros { .. } if page == self.canary().page => return self.canary().fill(&self.uffd),
@@ -495,7 +500,7 @@ impl Kernel for ProcessEdge {
         let maps = self.program.process().map(ProgramProcess::read_maps);
         let text = match maps.unwrap_or_else(|| Err(io::ErrorKind::NotFound.into())) {
             Ok(text) => text,
-            // The sampler finds them again, unless the program has ended.
+            // The sampler finds the areas again, unless the program has ended.
             Err(error) => {
                 tracing::debug!(pid = self.program.pid(), %error, "cannot read the memory map");
                 return Some(Areas::default());
@@ -505,7 +510,7 @@ impl Kernel for ProcessEdge {
         let registered = maps::registered_lines(&text, |area| {
             if is_wanted(area) { self.uffd.is_registered(area.start) } else { Some(false) }
         });
-        // What has left the map was perhaps moved away.
+        // With an unread event, an area that is not in the map may have been moved away.
         registered.filter(|_| self.has_no_unread_event())
     }
 
@@ -517,8 +522,8 @@ impl Kernel for ProcessEdge {
         out: &mut Vec<PageNumber>,
     ) -> PageNumber {
         let Some(process) = self.program.process() else { return end };
-        let looked = pagemap::present(process.pagemap(), start..end, max as u64, |pages| out.extend(pages));
-        looked.unwrap_or_else(|error| {
+        let scanned = pagemap::present(process.pagemap(), start..end, max as u64, |pages| out.extend(pages));
+        scanned.unwrap_or_else(|error| {
             tracing::debug!(%error, "cannot scan pagemap: the program has ended");
             end
         })

@@ -1,8 +1,8 @@
-//! One thread that notices the end of each program.
+//! One thread that detects the end of each program.
 //!
 //! A program has ended when the socket of its worker hangs up: the worker ends when no other
-//! process has the memory. Before a program has a worker, and for one that cannot notice it, the
-//! pidfd reports the end.
+//! process has the memory. The pidfd reports the end of a program that has no worker yet, or whose
+//! worker cannot detect it.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,12 +16,12 @@ use super::program::Program;
 
 const EVENTS_MAX: usize = 64;
 
-/// What is watched for its end.
+/// The process whose end is watched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum WatchedEnd {
     /// The program's process, by its pidfd. Another process may have its memory.
     Process,
-    /// Its worker, by the socket.
+    /// The program's worker, by the socket.
     Worker,
 }
 

@@ -1,4 +1,4 @@
-//! Fuzz targets for what an agent reads from programs, the kernel and earlier agents.
+//! Fuzz targets for data that an agent reads from programs, the kernel and earlier agents.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -64,7 +64,7 @@ pub fn read_worker_memory(bytes: &[u8]) -> bool {
     let done = command.wrapping_add(1).to_le_bytes();
     rustix::io::pwrite(port.fd(), &done, DONE_AT as u64).expect("the memory is writable");
     assert!(port.finish_batch(0, 3, &mut outcomes) && outcomes.len() == 3);
-    port.emptied(0);
+    port.release_buffer(0);
     port.release_all();
     assert!(port.unfinished_batches().iter().all(Vec::is_empty));
     true
@@ -102,7 +102,7 @@ const JOURNAL_PARTS: [std::ops::Range<usize>; 8] = [
     12288 + 64..12288 + 128,
     12288 + 2048..12288 + 2112,
 ];
-/// Most ranges in a journal, by `docs/formats/paging.md`.
+/// Maximum number of ranges in a journal, by `docs/formats/paging.md`.
 const PENDING_UNMAPS_MAX: usize = 124;
 
 fn open_journal() -> std::io::Result<(Journal, crate::journal::JournalContents)> {
@@ -128,7 +128,7 @@ pub fn recover_journal(bytes: &[u8]) -> bool {
     JOURNAL.with(|memory| memory.write(0, &initial));
     let Ok((mut journal, contents)) = open_journal() else { return false };
     let positions: Vec<usize> = contents.unapplied.iter().map(|(position, _)| *position).collect();
-    // The first may be one that comes before events that were read earlier.
+    // The first event may be one that must be applied before events that were read earlier.
     let others = positions.get(1..).unwrap_or_default();
     assert!(others.is_sorted_by(|one, other| one < other) && positions.iter().max() < Some(&64));
     let pending_unmaps = contents.pending_unmaps.unwrap_or_default();
@@ -261,7 +261,7 @@ pub fn parse_process_file(bytes: &[u8]) -> bool {
     }
     let registered = maps::registered_areas(bytes);
     assert!(registered.iter().chain(maps::inherited_areas(bytes).iter()).all(|area| area.end <= PAGES_MAX));
-    let _ = maps::shared_pages(bytes, &(0..1 << 47));
+    let _ = maps::pss_pages(bytes, &(0..1 << 47));
     let core = stat::field(bytes, stat::PROCESSOR);
     !areas.is_empty() || registered.iter().next().is_some() || core.is_some()
 }
@@ -272,7 +272,7 @@ pub fn process_file_seeds() -> Vec<(&'static str, Vec<u8>)> {
     vec![("maps", MAPS.to_vec()), ("smaps", SMAPS.to_vec()), ("stat", STAT.to_vec())]
 }
 
-/// So that a seed cannot be for another layout.
+/// Checks at compile time that the seeds have the layout of control memory.
 const _: () = {
     assert!(size_of::<aquifer_ipc::control::BatchRecord>() == BATCH_BYTES);
     assert!(std::mem::offset_of!(aquifer_ipc::WorkerControl, batches) == BATCHES_AT);

@@ -44,7 +44,7 @@ fn golden_records_of_runs_and_programs() {
         assert_eq!(decode::<ProgramRecord>(&put).expect("it was just written"), program, "{name}");
         golden.text(name, &put.record);
     }
-    // What becomes of each field of a hello.
+    // The value of each field of a hello after it is stored and read again.
     let said = ProgramHello {
         token: RunToken([3; 16]),
         is_child: true,

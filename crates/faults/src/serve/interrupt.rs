@@ -1,18 +1,18 @@
-//! Interrupts a thread that a hostile program makes wait.
+//! Interruption of a thread that a hostile program has made wait.
 //!
 //! The kernel has no read of a forked child's userfaultfd that never waits: a program can clear the
 //! flag of its descriptor just before. A signal ends such a read.
 
 use std::sync::Once;
 
-/// Its handler does nothing, and a read that it interrupts is not repeated.
+/// The signal that interrupts a read. Its handler does nothing, and the read is not restarted.
 fn signal() -> libc::c_int {
     libc::SIGRTMIN() + 1
 }
 
 extern "C" fn ignore(_signal: libc::c_int) {}
 
-/// The number of the calling thread, for [`interrupt`].
+/// Returns the number of the calling thread, for [`interrupt`]. Installs the signal handler.
 pub(super) fn this_thread() -> i32 {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -29,8 +29,8 @@ pub(super) fn this_thread() -> i32 {
 /// Interrupts a thread of this process that may wait in a read.
 pub(super) fn interrupt(thread: i32) {
     let process = rustix::process::getpid().as_raw_nonzero().get();
-    // SAFETY: signals a thread of this process. If it has ended, there is no such thread, or one
-    // that is interrupted for nothing.
+    // SAFETY: signals a thread of this process. If it has ended, the number is unused, or belongs
+    // to another thread, which tolerates the signal.
     unsafe {
         libc::syscall(libc::SYS_tgkill, process, thread, signal());
     }
@@ -51,7 +51,7 @@ mod tests {
             rustix::io::read(&reader, &mut [0; 1])
         });
         let thread = receive.recv().unwrap();
-        // Again and again, because it may not wait yet.
+        // Repeated, because the thread may not wait yet.
         while !waiting.is_finished() {
             interrupt(thread);
             std::thread::yield_now();

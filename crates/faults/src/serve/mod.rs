@@ -1,13 +1,13 @@
-//! Pages real programs.
+//! The paging service for real programs.
 //!
-//! One thread per program turns its monitor, one thread per run is its sender, and one thread per
+//! One thread per program runs its monitor, one thread per run is its sender, and one thread per
 //! tenant samples its programs.
 //!
 //! - `attach`: the hello of a program or of a forked child.
-//! - `program`: one program. `monitor_thread` is its thread, and `edge` is what its monitor acts
-//!   through.
-//! - `run`: what the programs of one `aquifer run` share. `sender` is its thread.
-//! - `restore`: resumption of runs from what the keeper holds; `records` describe that.
+//! - `program`: one program. `monitor_thread` is its thread, and `edge` its monitor's interface to
+//!   the kernel and the pool.
+//! - `run`: the shared state of the programs of one `aquifer run`. `sender` is its thread.
+//! - `restore`: resumption of runs from the items of the keeper; `records` are their records.
 //! - `tenants`: statistics of each tenant over all its runs.
 //! - `backoff`: waiting for a program's thread that is in the kernel.
 //! - `unserved`: memory that has no monitor. `tenant_threads`: one thread per tenant.
@@ -22,7 +22,6 @@ mod count;
 mod edge;
 mod excess;
 mod exit_watcher;
-mod family;
 #[cfg(debug_assertions)]
 #[doc(hidden)]
 pub mod fuzz_target;
@@ -36,6 +35,7 @@ pub mod priority;
 mod process;
 mod program;
 mod records;
+mod resident_estimator;
 mod restore;
 mod run;
 mod sampler;
@@ -70,18 +70,18 @@ pub use run::{Run, RunOwner};
 
 /// A number that no program has.
 const NO_PROGRAM: u64 = 0;
-/// Most runs that one agent serves at once.
+/// Maximum number of runs that one agent serves at once.
 pub const RUNS_MAX: usize = 4096;
-/// Most runs of one user at once, with all of its subordinate ids.
+/// Maximum number of runs of one user at once, including its subordinate ids.
 pub const RUNS_PER_TENANT_MAX: usize = 1024;
-/// Descriptors of a run without programs: slabs, wake-ups, its owner, and for its threads.
+/// Number of descriptors of a run without programs: for its slabs, wake-ups, owner and threads.
 const RUN_DESCRIPTORS: usize = 12;
 
-/// What helps if the pool is full while a cluster runs; the end of an error message.
+/// Advice for a full pool of a running cluster, as the end of an error message.
 pub const MORE_MEMORY_ADVICE: &str = "start another memory node (aquifer node --id NUMBER --memory SIZE), \
     or restart the cluster with more memory (aquifer down, then aquifer up --memory SIZE)";
 
-/// Why a run cannot be opened.
+/// The reason why a run cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenRunError {
     /// The limit is below [`LIMIT_BYTES_MIN`].
@@ -93,7 +93,7 @@ pub enum OpenRunError {
         /// The requested limit.
         limit_bytes: u64,
     },
-    /// The number of replicas is not possible.
+    /// The number of replicas is invalid.
     #[error("--replicas {0} is not possible: give 1 to {REPLICAS_MAX}")]
     Replicas(usize),
     /// The agent has [`RUNS_MAX`] runs.
@@ -102,7 +102,7 @@ pub enum OpenRunError {
     /// The tenant has [`RUNS_PER_TENANT_MAX`] runs.
     #[error("user {0} has {RUNS_PER_TENANT_MAX} runs already: end some first")]
     TooManyRunsOfTenant(u32),
-    /// The tenant has its share of the agent's descriptors.
+    /// The tenant has used up its share of the agent's descriptors.
     #[error(transparent)]
     TooManyDescriptors(#[from] ShareExceeded),
     /// The keeper does not hold the run.
@@ -113,63 +113,63 @@ pub enum OpenRunError {
     System(#[from] std::io::Error),
 }
 
-/// What a forked child that knocks is told.
+/// The answer to a connect-back request of a forked child ([`aquifer_ipc::knock_page`]).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct KnockName {
-    /// Of the sockets, in several network namespaces.
+    /// The name of the sockets, in several network namespaces.
     pub name: [u8; SOCKET_NAME_BYTES],
-    /// What the agent sends first on each connection there.
+    /// The secret that the agent sends first on each connection there.
     pub secret: [u8; SOCKET_SECRET_BYTES],
 }
 
-/// A socket at which a forked child can connect that has knocked.
+/// A socket at which a forked child can connect after a connect-back request.
 #[derive(Debug)]
 pub struct KnockSocket {
     /// The user of the child's run.
     pub tenant: u32,
     /// The user that the child had at its fork; `u32::MAX` if that is not known.
     pub user: u32,
-    /// The knock.
+    /// The name and the secret of the socket.
     pub knock: KnockName,
     /// The listening socket.
     pub listener: OwnedFd,
 }
 
-/// Whether a process of this user can serve the faults of programs.
+/// Checks that a process of this user can serve the faults of programs.
 ///
 /// # Errors
-/// If the kernel does not permit it, or lacks what is needed.
+/// If the kernel does not permit it, or lacks a feature.
 pub fn can_serve_programs() -> std::io::Result<()> {
     crate::uffd::Userfaultfd::create().map(drop)
 }
 
-/// What the agent provides to the paging service.
+/// The services of the agent that the paging service uses.
 pub trait AgentServices: Send + Sync + Debug {
-    /// Connects to memory nodes on behalf of a tenant, to write pages with this number of replicas.
+    /// Returns a connector for a tenant's writes of pages with this number of replicas.
     fn connector(&self, tenant: u32, replicas: usize) -> Arc<dyn Connector>;
 
-    /// The same, to read pages that a program waits for.
+    /// Returns a connector for a tenant's reads of pages that a program waits for.
     fn fetch_connector(&self, tenant: u32) -> Arc<dyn Connector>;
 
-    /// A pool client of a tenant, with all nodes that are reachable now.
+    /// Returns a pool client of a tenant, with all nodes that are reachable now.
     fn pool(&self, tenant: u32) -> PoolClient;
 
-    /// Leak detection of this host.
+    /// The leak detection of this host.
     fn leak_detector(&self) -> &LeakDetector;
 
-    /// The nodes that are registered now.
+    /// Returns the nodes that are registered now.
     fn nodes(&self) -> Vec<NodeId>;
 
-    /// Why a node cannot be connected to; `None` if all can, as far as is known.
+    /// Returns the reason why a node cannot be connected to; `None` if no failure is known.
     fn connection_failure(&self) -> Option<String>;
 
-    /// The descriptors of the agent, to which whatever users have in it is charged.
+    /// The shares of users in the descriptors of the agent.
     fn descriptors(&self) -> &Arc<DescriptorShares>;
 
-    /// Serves hellos and requests for the device at a socket, for some time.
+    /// Serves hellos and requests for the device at a socket, for a limited time.
     fn serve_knock_socket(&self, socket: KnockSocket);
 
-    /// Closes the sockets of a knock.
+    /// Closes the sockets of a connect-back request.
     fn end_knock(&self, knock: &KnockName);
 
     /// The keeper, which outlives the agent.
@@ -214,7 +214,8 @@ impl PagingService {
             exit_watcher: exit_watcher::ProgramExitWatcher::start()?,
             runs: Mutex::new(HashMap::new()),
             ended: tenants::EndedRuns::default(),
-            // Numbers are unique over restarts, because the keeper still has those of other agents.
+            // The numbers must be unique over restarts, because the keeper still has programs of
+            // other agents.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
             unserved_slabs: Mutex::default(),
             unserved: unserved::UnservedMemories::default(),
@@ -255,13 +256,13 @@ impl PagingService {
         let run = Run::open(self, open, owner, tenant, descriptors)?;
         runs.insert(run.token(), Arc::clone(&run));
         drop(runs);
-        // A new user has a guarantee of blocks.
+        // A new user is guaranteed some blocks, so other users may have to free theirs.
         self.wake_block_owners();
         unpaged::announce_run(self, tenant);
         Ok(run)
     }
 
-    /// The run with a token.
+    /// Returns the run with a token.
     #[must_use]
     pub fn run(&self, token: RunToken) -> Option<Arc<Run>> {
         self.runs.lock().get(&token).cloned()
@@ -271,17 +272,17 @@ impl PagingService {
     pub(crate) fn wake_block_owners(&self) {
         for run in self.runs() {
             if self.mempool.must_free_block(run.budget.mempool_user()) {
-                run.wake_relatives(NO_PROGRAM, crate::edge::Relatives::AllWithBlocks);
+                run.wake_others(NO_PROGRAM, crate::edge::OtherPrograms::AllWithBlocks);
             }
         }
     }
 
-    /// All runs of a tenant.
+    /// Returns all runs of a tenant.
     pub(crate) fn runs_of(&self, tenant: u32) -> Vec<Arc<Run>> {
         self.runs.lock().values().filter(|run| run.tenant() == tenant).cloned().collect()
     }
 
-    /// All runs.
+    /// Returns all runs.
     #[must_use]
     pub fn runs(&self) -> Vec<Arc<Run>> {
         self.runs.lock().values().cloned().collect()
@@ -291,14 +292,15 @@ impl PagingService {
     pub fn close_run(&self, run: &Run) {
         let mut runs = self.runs.lock();
         if runs.remove(&run.token()).is_some() {
-            // With the lock held, so that [`Self::tenants`] counts the run exactly once.
+            // Must be added with the lock held, so that [`Self::tenants`] counts the run exactly
+            // once.
             self.ended.add(run);
         }
         drop(runs);
         run.close();
     }
 
-    /// Statistics of each tenant that has or had a run.
+    /// Returns the statistics of each tenant that has or had a run.
     #[must_use]
     pub fn tenants(&self) -> Vec<TenantStatistics> {
         let runs = self.runs.lock();

@@ -1,4 +1,4 @@
-//! The thread of a program, which turns its monitor.
+//! The thread of a program, which runs its monitor.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -19,18 +19,20 @@ use super::program::{MonitorRequest, Program, remove_program};
 use super::run::Run;
 use crate::monitor::{Monitor, TurnOutcome};
 
-/// Interval at which the memory of an unknown process, or of one without a worker, is looked for.
+/// Maximum interval of the checks that the memory of an unknown process, or of one without a
+/// worker, still exists.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Time from the end of a worker to the first look whether the memory is gone. It doubles.
+/// Time from the end of a worker to the first check that the memory still exists. It doubles up to
+/// [`PROBE_INTERVAL`].
 const FIRST_PROBE: Duration = Duration::from_millis(1);
 /// Pause after a program has changed its userfaultfd.
 const POLL_ERROR_PAUSE: Duration = Duration::from_millis(5);
-/// Yields before the monitor sleeps: two are cheaper than to sleep and be woken.
+/// Number of yields before the monitor sleeps: two are cheaper than a sleep and a wake-up.
 const YIELDS_BEFORE_SLEEP: u32 = 2;
 
 /// Starts the thread of a program.
 ///
-/// The thread first makes the monitor by `make`, which returns `None` if the program has ended.
+/// The thread first makes the monitor with `make`, which returns `None` if the program has ended.
 pub(crate) fn spawn(
     run: &Arc<Run>,
     program: &Arc<Program>,
@@ -61,10 +63,10 @@ pub(crate) fn spawn(
 struct MonitorLoop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
-    /// If the process or the worker has ended and the memory has not: the time between two looks
-    /// whether it has.
+    /// Interval between checks of the memory, if the process or the worker has ended and the memory
+    /// still exists.
     outlived: Option<Duration>,
-    /// The time of the next look, also for an unknown process.
+    /// The time of the next check of the memory.
     next_probe: Instant,
 }
 
@@ -80,7 +82,8 @@ impl MonitorLoop {
                 served = faults;
                 yields = 0;
             }
-            // Before the sleep: those that need what this program has must find it.
+            // Must be published before the sleep, for programs that need blocks or pages of this
+            // one.
             let volume = self.monitor.volume();
             self.program.held.store(volume.held(), Relaxed);
             self.program.owns_blocks.store(volume.owns_blocks(), SeqCst);
@@ -144,14 +147,14 @@ impl MonitorLoop {
         let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
         fds[0].fd = edge.uffd().as_raw_fd();
         fds[1].fd = self.program.wakeup.as_raw_fd();
-        // No watch reports the end of an unknown process, so it is checked at intervals.
+        // The exit watcher does not know an unknown process, so the memory is checked at intervals.
         let interval = self.outlived.or((self.program.pid() == 0).then_some(PROBE_INTERVAL));
         let timeout_ms = interval.map_or(-1, |interval| i32::try_from(interval.as_millis()).unwrap_or(-1));
         // SAFETY: the array has two valid entries.
         unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout_ms) };
         self.program.end_sleep();
         if fds[0].revents & libc::POLLERR != 0 {
-            // A process that has the descriptor, too, has made its reads wait.
+            // A process that has the descriptor, too, has made it blocking.
             edge.uffd().make_nonblocking();
             std::thread::sleep(POLL_ERROR_PAUSE);
         }
@@ -162,17 +165,18 @@ impl MonitorLoop {
             && let Some(interval) = interval
             && Instant::now() >= self.next_probe
         {
-            // Other threads may wake the monitor all the time.
+            // Other threads may wake the monitor often, so the time is checked, too.
             self.next_probe = Instant::now() + interval;
             self.probe();
         }
     }
 
-    /// Handles the end of the process or of its worker; returns whether the worker has ended.
+    /// Handles the end of the process or of its worker. Returns whether the worker has ended.
     fn handle_end(&mut self) -> bool {
         if self.program.has_process_ended.swap(false, SeqCst) {
             self.monitor.edge().report_process_end();
-            // The monitor checks the memory, too: the program may keep the worker from reporting.
+            // The monitor checks the memory, too, because the program may prevent its worker from
+            // reporting.
             self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
         }
         let has_exited = self.program.has_exited();
@@ -182,11 +186,11 @@ impl MonitorLoop {
         has_exited
     }
 
-    /// Ends the monitor if the memory is gone, is of no use, or must not be served any more.
+    /// Ends the monitor if the memory is gone, is not needed, or must not be served any more.
     ///
-    /// The kernel may not have freed it yet. And another process may share it, made by `clone` with
-    /// `CLONE_VM` or by `vfork`, although the worker could not see that: then it is served on, and
-    /// nothing is evicted from it.
+    /// Otherwise the kernel may not have freed the memory yet, or another process may share it,
+    /// made by `clone` with `CLONE_VM` or by `vfork`, which the worker could not detect. Then the
+    /// memory is served further, and no page is evicted from it.
     fn worker_has_ended(&mut self) {
         let edge = self.monitor.edge();
         if self.program.is_killed() || edge.is_worker_last() || !edge.is_alive() {
@@ -198,7 +202,7 @@ impl MonitorLoop {
         self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
     }
 
-    /// Looks whether the memory of an unknown process, or one without a worker, is gone.
+    /// Ends the monitor if the memory of an unknown process, or of one without a worker, is gone.
     fn probe(&mut self) {
         self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
         if self.program.is_killed() || !self.monitor.edge().is_alive() {
@@ -206,7 +210,7 @@ impl MonitorLoop {
         }
     }
 
-    /// Frees all that the program had.
+    /// Frees all memory of the program.
     fn end(mut self) {
         let id = self.program.id;
         if self.program.has_exited() && !self.program.is_killed() {
@@ -215,7 +219,7 @@ impl MonitorLoop {
         self.monitor.edge().run().sender.abandon(id);
         let socket = self.monitor.edge().worker_socket();
         self.monitor.close();
-        // Not before: children may need the pages that were in the staging buffers.
+        // Must come after the close, because children may need pages of the staging buffers.
         socket.iter().for_each(shut_down);
         self.program.held.store(0, Relaxed);
     }

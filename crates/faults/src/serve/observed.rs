@@ -1,4 +1,4 @@
-//! Measures how long a state has lasted while this process was running.
+//! Measurement of the time for which a state has lasted while this process was running.
 //!
 //! When a machine stalls (it is suspended, or its hypervisor starves it), its clock advances
 //! although no program can run. A run must not be ended for a state that lasted only because of
@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Longest time that counts between two observations.
+/// Maximum time that counts between two observations.
 const STEP_MAX: Duration = Duration::from_millis(200);
 
 /// Duration of a state: created when the state is first seen, dropped when it has ended.
@@ -21,7 +21,7 @@ impl ObservedDuration {
         Self { observed: Duration::ZERO, last_seen: now }
     }
 
-    /// Notes that the state still lasts; returns how long it was observed.
+    /// Records that the state still lasts. Returns the observed duration.
     pub(crate) fn observe(&mut self, now: Instant) -> Duration {
         self.observed += now.saturating_duration_since(self.last_seen).min(STEP_MAX);
         self.last_seen = now;

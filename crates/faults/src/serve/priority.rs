@@ -2,15 +2,15 @@
 
 use std::io;
 
-/// Niceness of threads on which a faulting thread waits, and of the sampler.
+/// Niceness of threads that faulting threads wait for, and of the sampler.
 pub const URGENT: i32 = -15;
 /// Niceness of threads that make room.
 pub const ELEVATED: i32 = -5;
-/// Niceness of threads on which only the program waits that has caused their work.
+/// Niceness of threads whose work delays only the program that has caused it.
 pub const USUAL: i32 = 0;
 
-/// Requested time slice. A thread with a short slice need not wait until the running thread has
-/// used up its own (Linux 6.12).
+/// Requested time slice in ns. A thread with a short slice need not wait until the running thread
+/// has used up its own (Linux 6.12).
 const SHORT_SLICE_NS: u64 = 100_000;
 
 /// The kernel's `struct sched_attr`, first version.
@@ -30,7 +30,7 @@ const NORMAL: u32 = 0;
 
 /// Sets the niceness and a short time slice of the calling thread.
 ///
-/// Without the right to do so, the thread stays as it is; it is slower and not wrong.
+/// Without the permission to do so, the thread keeps its priority. It is slower, but correct.
 pub fn set_niceness(niceness: i32) {
     if let Err(error) = set(niceness) {
         tracing::debug!(%error, niceness, "cannot raise the priority of a thread");

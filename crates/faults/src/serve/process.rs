@@ -1,8 +1,9 @@
 //! The process whose memory a userfaultfd serves.
 //!
-//! The number of a process is not an identity: the process may end and leave its number to another
-//! one, or execute a program that its user may not look into. So a process is opened once, proves
-//! by the canary that it has the memory of the userfaultfd, and is known by descriptors afterwards.
+//! The number of a process is not an identity: the kernel may reuse it after the end of the
+//! process, and the process may execute a program whose memory its user may not read. So a process
+//! is opened once, proves by the canary that it has the memory of the userfaultfd, and is
+//! identified by descriptors afterwards.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -17,7 +18,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::canary::Canary;
 
-/// Why a process is not accepted as the one that a userfaultfd serves.
+/// The reason why a process is not accepted as the one that a userfaultfd serves.
 #[derive(Debug, thiserror::Error)]
 pub enum ProofError {
     /// The process cannot be opened.
@@ -34,7 +35,7 @@ pub enum ProofError {
     OtherMemory,
 }
 
-/// A process that has proved nothing yet.
+/// A process that has not yet proved to have the served memory.
 #[derive(Debug)]
 pub(crate) struct UnprovenProcess {
     pid: u32,
@@ -42,7 +43,7 @@ pub(crate) struct UnprovenProcess {
 }
 
 impl UnprovenProcess {
-    /// The process that has made a connection.
+    /// Returns the process that has made a connection.
     pub fn peer(peer: PeerProcess) -> Result<Self, ProofError> {
         if peer.pid == 0 {
             return Err(ProofError::OtherNamespace);
@@ -50,7 +51,7 @@ impl UnprovenProcess {
         Ok(Self { pid: peer.pid, pidfd: peer.pidfd.ok_or(ProofError::Ended)? })
     }
 
-    /// The process that now has a number. It must be that of its first thread.
+    /// Opens the process that now has a number: the number of its first thread.
     pub fn numbered(pid: u32) -> Result<Self, ProofError> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(ProofError::Ended)?;
         let pidfd = pidfd_open(number, PidfdFlags::empty()).map_err(io::Error::from)?;
@@ -62,18 +63,18 @@ impl UnprovenProcess {
     }
 
     /// Proves that the process has the memory in which `fill` fills a canary. `fill` returns the
-    /// one that it has filled.
+    /// canary that it has filled.
     ///
-    /// The nonce must be new, and in no memory before: one that a process has read before can be in
-    /// the memory of another one that it has started. So the files are opened first, and a canary
-    /// that was filled already proves nothing.
+    /// The nonce must not have been in any memory before: a process that has read a nonce can write
+    /// it to the memory of another process that it has started. So the files are opened first, and
+    /// a canary that was filled already proves nothing.
     ///
-    /// May wait as long as the program wants, if it is hostile: it can map a file of its own
-    /// making. So only a thread that serves no other program may call this.
+    /// A hostile program can make this wait for any time, because it can map a file that it serves
+    /// itself. So only a thread that serves no other program may call this.
     pub fn prove(self, fill: impl FnOnce() -> Option<Canary>) -> Result<ProgramProcess, ProofError> {
         let Self { pid, pidfd } = self;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
-        // A process keeps its number until it has ended, so the folder is its own.
+        // A process keeps its number until it has ended, so the folder belongs to this process.
         if has_ended(&pidfd, Duration::ZERO) {
             return Err(ProofError::Ended);
         }
@@ -91,8 +92,8 @@ impl UnprovenProcess {
     }
 }
 
-/// Files in `/proc` that stay with the memory for which they were opened, whatever the process
-/// executes later. When that memory is gone, they read nothing.
+/// Open files in `/proc` of the memory of a process. They refer to that memory even after the
+/// process has executed another program. When the memory is gone, they read as empty.
 #[derive(Debug)]
 struct MemoryFiles {
     memory: Arc<OwnedFd>,
@@ -105,21 +106,21 @@ impl MemoryFiles {
     fn open(folder: &OwnedFd) -> io::Result<Self> {
         let open = |name| open_file(folder, name).map(|file| Arc::new(OwnedFd::from(file)));
         let (pagemap, maps) = (open("pagemap")?, open("maps")?);
-        // The last one: memory that a process has left it does not get back, so that the canary is
-        // in the memory of this file proves that it is in that of the others.
+        // `mem` must be opened last: a process that has replaced its memory does not get it back,
+        // so a canary in the memory of this file proves that the others have the same memory.
         Ok(Self { pagemap, maps, memory: open("mem")? })
     }
 }
 
-/// Longest text of a file in `/proc` for each area that the kernel permits. `smaps` has some 1,000
-/// bytes for an area, but a path may be as long as a program wants.
+/// Maximum length in bytes of a file in `/proc`, for each area that the kernel permits. `smaps` has
+/// some 1,000 bytes for an area, but a program chooses the length of a path.
 const AREA_BYTES_MAX: usize = 2048;
-/// Areas that the kernel permits if it does not say it.
+/// Maximum number of areas of a process, if the kernel does not report it.
 const AREAS_MAX: usize = 65_530;
-/// Descriptors that the keeper holds of a process.
+/// Number of descriptors that the keeper holds of a process.
 const KEPT_FDS: usize = 4;
 
-/// Those descriptors.
+/// The descriptors of a process from the keeper.
 #[derive(Debug)]
 pub(crate) struct KeptProcess {
     pub memory: OwnedFd,
@@ -133,7 +134,7 @@ pub(crate) struct KeptProcess {
 pub(crate) struct ProgramProcess {
     pid: u32,
     pidfd: Arc<OwnedFd>,
-    /// `/proc/PID` of this process, never of another; `None` if the process had ended when this
+    /// `/proc/PID` of this process, never of another one; `None` if the process had ended when this
     /// agent took over, and another process has its memory.
     folder: Option<OwnedFd>,
     files: MemoryFiles,
@@ -143,7 +144,7 @@ pub(crate) struct ProgramProcess {
 }
 
 impl ProgramProcess {
-    /// The process that another agent has known, by the descriptors that it has kept.
+    /// Makes the process from the descriptors that another agent has stored in the keeper.
     pub fn recovered(pid: u32, kept: KeptProcess) -> Self {
         let KeptProcess { memory, pagemap, maps, pidfd } = kept;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}")).ok();
@@ -153,7 +154,7 @@ impl ProgramProcess {
         Self { pid, pidfd: Arc::new(pidfd), folder, files, worker: OnceLock::new() }
     }
 
-    /// What the keeper holds of the process, the pidfd last.
+    /// Returns the descriptors of the process that the keeper holds, the pidfd last.
     pub fn kept_fds(&self) -> [Arc<OwnedFd>; KEPT_FDS] {
         let MemoryFiles { memory, pagemap, maps } = &self.files;
         [memory, pagemap, maps, &self.pidfd].map(Arc::clone)
@@ -167,9 +168,10 @@ impl ProgramProcess {
         self.pidfd.as_fd()
     }
 
-    /// Reads memory of the program. Returns fewer bytes if the memory is gone or a page is missing.
+    /// Reads memory of the program, and returns the number of bytes. It is less than requested if
+    /// the memory is gone or a page is missing.
     ///
-    /// Waits for no userfaultfd: a page that is missing is an error.
+    /// Does not wait for a userfaultfd: a missing first page is an error.
     pub fn read_memory(&self, address: u64, bytes: &mut [u8]) -> io::Result<usize> {
         Ok(rustix::io::pread(&self.files.memory, bytes, address)?)
     }
@@ -178,7 +180,7 @@ impl ProgramProcess {
         self.files.pagemap.as_fd()
     }
 
-    /// The text of `/proc/PID/maps`, if it is not too long.
+    /// Reads `/proc/PID/maps`, if it is not too long.
     pub fn read_maps(&self) -> io::Result<Vec<u8>> {
         let (mut text, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
         loop {
@@ -190,10 +192,10 @@ impl ProgramProcess {
         }
     }
 
-    /// Finds the worker's process, which has `number` in its own PID namespace. Here that may be
-    /// the number of another process, which does not have the canary.
+    /// Finds the worker's process, which has `number` in its own PID namespace. In the agent's
+    /// namespace another process may have the number; that one does not have the canary.
     ///
-    /// A program that lies falsifies only its own statistics.
+    /// A program that reports a wrong number falsifies only its own statistics.
     pub fn find_worker(&self, number: u32, canary: Canary) {
         self.worker.get_or_init(|| {
             let folder = open_folder(rustix::fs::CWD, format!("/proc/{number}")).ok()?;
@@ -206,14 +208,15 @@ impl ProgramProcess {
         self.worker.get().is_some()
     }
 
-    /// Opens a file of the process in `/proc` with numbers for statistics. Without a worker, it is
-    /// that of the new program after an exec.
+    /// Opens a file in `/proc` for statistics: that of the worker, or that of the process if no
+    /// worker is known. After an `execve` the latter is about the new program.
     pub fn open(&self, file: &str) -> io::Result<File> {
         let folder = self.worker.get().and_then(Option::as_ref).or(self.folder.as_ref());
         open_file(folder.ok_or(io::ErrorKind::NotFound)?, file)
     }
 
-    /// The same of a thread that has not ended, unless that is the first one.
+    /// Opens a file in `/proc` of the last thread of the process, which has not ended even if the
+    /// first thread has.
     pub fn open_of_any_thread(&self, file: &str) -> io::Result<File> {
         let folder = self.folder.as_ref().ok_or(io::ErrorKind::NotFound)?;
         let tasks = rustix::fs::openat(folder, "task", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())?;
@@ -221,7 +224,7 @@ impl ProgramProcess {
         open_file(&open_folder(&tasks, last.file_name())?, file)
     }
 
-    /// Reads such a file, if it is not too long.
+    /// Reads a file of [`Self::open`], if it is not too long.
     pub fn read(&self, file: &str) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
         self.open(file)
@@ -230,7 +233,7 @@ impl ProgramProcess {
         (bytes.len() <= maps_bytes_max()).then_some(bytes)
     }
 
-    /// The user of the process now.
+    /// Returns the effective user of the process now.
     pub fn user(&self) -> Option<u32> {
         let mut text = String::new();
         self.open_of_thread(self.pid, "status").and_then(|mut file| file.read_to_string(&mut text)).ok()?;
@@ -238,14 +241,14 @@ impl ProgramProcess {
         line.split_ascii_whitespace().nth(1)?.parse().ok()
     }
 
-    /// Opens a file of one of its threads.
+    /// Opens a file of one thread of the process.
     pub fn open_of_thread(&self, thread: u32, file: &str) -> io::Result<File> {
         let folder = self.folder.as_ref().ok_or(io::ErrorKind::NotFound)?;
         open_file(folder, &format!("task/{thread}/{file}"))
     }
 }
 
-/// Longest text of a file in `/proc`.
+/// Returns the maximum length in bytes of a file in `/proc`.
 fn maps_bytes_max() -> usize {
     static BYTES: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| {
         let areas = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
@@ -254,7 +257,7 @@ fn maps_bytes_max() -> usize {
     *BYTES
 }
 
-/// Whether the process of a pidfd ends within a time.
+/// Waits until the process of a pidfd has ended, at most `within`. Returns whether it has.
 pub(crate) fn has_ended(pidfd: impl AsFd, within: Duration) -> bool {
     let deadline = Instant::now() + within;
     loop {
@@ -312,14 +315,14 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_another_process_has_got_proves_nothing() {
+    fn a_reused_process_number_proves_nothing() {
         let Some((uffd, canary)) = missing_canary() else {
             return aquifer_tests_support::skip("no userfaultfd that reports forks");
         };
         let mut ended = std::process::Command::new("true").spawn().unwrap();
         let UnprovenProcess { pidfd, .. } = UnprovenProcess::numbered(ended.id()).unwrap();
         ended.wait().unwrap();
-        // As if this process had been started with the number of the one that has ended.
+        // Simulates that this process was started with the number of the ended one.
         let reused = UnprovenProcess { pid: std::process::id(), pidfd };
         assert!(matches!(reused.prove(|| canary.filled(&uffd)), Err(ProofError::Ended)));
     }

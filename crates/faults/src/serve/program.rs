@@ -38,7 +38,7 @@ use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 use crate::worker::ControlMemory;
 
-/// Descriptors of a program, and for its thread.
+/// Number of descriptors of a program, including those for its thread.
 pub(super) const PROGRAM_DESCRIPTORS: usize = 16;
 
 /// A request of another thread to a program's monitor.
@@ -46,7 +46,7 @@ pub(super) const PROGRAM_DESCRIPTORS: usize = 16;
 pub(crate) enum MonitorRequest {
     /// Adopt these areas.
     Areas(Vec<Area>),
-    /// Attach this forked child, which has said hello.
+    /// Attach this forked child, which has sent its hello.
     Attach(Box<Attachment>, UnprovenProcess),
 }
 
@@ -54,18 +54,18 @@ pub(crate) enum MonitorRequest {
 #[derive(Debug)]
 pub struct Program {
     pub(crate) id: u64,
-    /// The nonce of its canary.
+    /// The nonce of the program's canary.
     pub(crate) nonce: Nonce,
     _descriptors: DescriptorCharge,
     process: OnceLock<ProgramProcess>,
     pub(crate) stats: Arc<FaultStats>,
     /// Resident pages that the monitor controls.
     pub(crate) held: AtomicU64,
-    /// Whether it owned blocks of the mempool after the last turn.
+    /// Whether the program owned blocks of the mempool after the last turn.
     pub(crate) owns_blocks: AtomicBool,
-    /// Whether it waits for a block of another program of the run.
+    /// Whether the program waits for a block of another program of the run.
     pub(crate) waits_for_block: AtomicBool,
-    /// Whether it had no block of the mempool after the last turn, and the mempool none for it.
+    /// Whether the program had no block of the mempool after the last turn, and could not get one.
     pub(crate) waits_in_mempool: AtomicBool,
     /// The [`PagingBounds`]: shim range, paged range, canary.
     bounds: [AtomicU64; 5],
@@ -80,11 +80,11 @@ pub struct Program {
     /// Whether faults wait for the sender or for room.
     pub(crate) has_pending_faults: AtomicBool,
     pub(super) wakeup: OwnedFd,
-    /// `None` before it is shared, and from the removal of the program on: threads that serve other
-    /// users may have this struct longer, and must not close the userfaultfd.
+    /// The userfaultfd; `None` before it is shared, and after the removal of the program. Threads
+    /// that serve other users may have this struct longer, and must not close the userfaultfd.
     uffd: Mutex<Option<Userfaultfd>>,
-    /// Whether the program has named the shim's memory in its hello. Before that no area may be
-    /// registered: one may be the worker's stack, and a worker that faults on its own memory
+    /// Whether the range of the shim's memory is known from the hello. Before that no area may be
+    /// registered: an area may be the worker's stack, and a worker that faults on its own memory
     /// waits for itself.
     pub(crate) is_attached: AtomicBool,
     /// Whether the program was forked and has not executed another program since, so that its
@@ -92,15 +92,15 @@ pub struct Program {
     pub(crate) is_forked: AtomicBool,
     /// The user that a forked child had at its fork; `u32::MAX` if that is not known.
     pub(crate) user_at_fork: AtomicU32,
-    /// Whether it is a forked child, and it was not checked yet what memory it has.
+    /// Whether the program is a forked child whose inherited memory was not checked yet.
     pub(crate) must_check_inheritance: AtomicBool,
-    /// Whether it may have less memory than its parent had, because of an advice (`MADV_DONTFORK`,
-    /// `MADV_WIPEONFORK`).
+    /// Whether the program may have less memory than its parent had, because of an advice
+    /// (`MADV_DONTFORK`, `MADV_WIPEONFORK`).
     pub(crate) has_fork_advice: AtomicBool,
     is_killed: AtomicBool,
     pub(super) has_process_ended: AtomicBool,
     pub(super) has_exited: AtomicBool,
-    /// The thread of its monitor; 0 if it does not run.
+    /// The thread of the program's monitor; 0 if it does not run.
     pub(super) thread: AtomicI32,
 }
 
@@ -145,7 +145,7 @@ impl Program {
         user == tenant || [user, u32::MAX].contains(&at_fork)
     }
 
-    /// Process id; 0 while unknown.
+    /// The process id; 0 while it is not known.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.process().map_or(0, ProgramProcess::pid)
@@ -156,7 +156,7 @@ impl Program {
         self.process.get()
     }
 
-    /// The number of its process while that lives, so that no other process has the number.
+    /// Returns the process id while the process lives, so that no other process has the number.
     pub(crate) fn living_process(&self) -> Option<u32> {
         let process = self.process()?;
         (!has_ended(process.pidfd(), Duration::ZERO)).then(|| process.pid())
@@ -168,7 +168,7 @@ impl Program {
         let _ = self.process.set(process);
     }
 
-    /// Takes over the ranges of the hello.
+    /// Sets the ranges from the hello, and marks the program as attached.
     pub(crate) fn attached(&self, hello: &ProgramHello) {
         self.set_bounds(&PagingBounds {
             shim_range: hello.private_start..hello.private_end,
@@ -185,7 +185,7 @@ impl Program {
         self.bounds.iter().zip(values).for_each(|(place, value)| place.store(value, Relaxed));
     }
 
-    /// The ranges of the hello; before its hello, a child has those of its parent.
+    /// Returns the ranges from the hello. Before its hello, a child has the ranges of its parent.
     pub(crate) fn bounds(&self) -> PagingBounds {
         let [start, end, paged_start, paged_end, canary] =
             self.bounds.each_ref().map(|place| place.load(Relaxed));
@@ -197,7 +197,7 @@ impl Program {
         let _ = self.control.set(control);
     }
 
-    /// The pages that the program has pinned so far, sorted.
+    /// Returns the pages that the program has pinned so far, sorted.
     pub(crate) fn pins(&self) -> Vec<PageNumber> {
         self.control.get().map_or_else(Vec::new, |control| control.pins())
     }
@@ -207,11 +207,12 @@ impl Program {
         Canary { page, number: self.id, nonce: self.nonce }
     }
 
-    /// Registers an area before its monitor adopts it, so that it cannot grow unnoticed; with what
-    /// it has grown since it was found, up to `room`.
+    /// Registers an area before its monitor adopts it, so that it cannot grow unnoticed. Includes
+    /// its growth since it was found, up to `room`.
     ///
-    /// A part of a mapping must not stay unregistered: the kernel moves no range of two mappings.
-    /// Anything private that was mapped in the room since is served, too, as if it had grown.
+    /// No part of a mapping may stay unregistered, because the kernel does not move a range of two
+    /// mappings. Private memory that was mapped up to `room` since then is served, too, as if the
+    /// area had grown.
     pub(crate) fn register_early(&self, area: Area, room: PageNumber) {
         let Some(uffd) = self.uffd.lock().clone() else { return };
         let registered = uffd.register(area.start, room).or_else(|_| uffd.register(area.start, area.end));
@@ -221,7 +222,7 @@ impl Program {
         }
         let text =
             if room > area.end { self.process().and_then(|process| process.read_maps().ok()) } else { None };
-        // What is shared is not for paging.
+        // Shared mappings are not paged.
         for shared in
             text.iter().flat_map(|text| maps::shared_within(text, Area { start: area.end, end: room }))
         {
@@ -231,9 +232,11 @@ impl Program {
         }
     }
 
-    /// Whether the program has mapped its control memory, in which its worker says so.
+    /// Whether the program has mapped its control memory: the worker has stored its process id
+    /// there.
     ///
-    /// Before that, the memory could be mapped in the room that an area has to grow.
+    /// Before that, no area may be registered up to `room`, because the control memory may be
+    /// mapped there.
     pub(crate) fn has_mapped_control(&self) -> bool {
         self.control.get().is_some_and(|control| control.process() != 0)
     }
@@ -256,9 +259,9 @@ impl Program {
         }
     }
 
-    /// Kills the process, if it is known, with the rights of a user.
+    /// Kills the process, if it is known, with the permissions of a user.
     ///
-    /// A forked child that is not yet identified is served until it says hello and is refused.
+    /// A forked child that is not yet identified is served until it sends its hello and is refused.
     pub(crate) fn kill(&self, uid: u32) {
         let Some(process) = self.process() else { return };
         if let Err(error) = kill_as(uid, process.pidfd()) {
@@ -267,8 +270,8 @@ impl Program {
         self.mark_killed();
     }
 
-    /// Notes that the process was killed, if it is known: its monitor ends now, and what it served
-    /// stays unserved until the memory is gone.
+    /// Records that the process was killed, if it is known: its monitor ends now, and the memory is
+    /// unserved until it is gone.
     pub(crate) fn mark_killed(&self) {
         if self.process().is_some() {
             self.is_killed.store(true, SeqCst);
@@ -276,7 +279,7 @@ impl Program {
         }
     }
 
-    /// Notes that the process has ended. Its worker goes on if another process has the memory.
+    /// Records that the process has ended. Its worker continues if another process has the memory.
     pub(crate) fn mark_process_ended(&self) {
         self.has_process_ended.store(true, SeqCst);
         if !self.is_attached.load(SeqCst) {
@@ -285,7 +288,7 @@ impl Program {
         self.signal();
     }
 
-    /// Notes that the worker has ended, or that there is none and the process has ended.
+    /// Records that the worker has ended, or that the process has ended without a worker.
     pub(crate) fn mark_exited(&self) {
         self.has_exited.store(true, SeqCst);
         self.signal();
@@ -299,7 +302,7 @@ impl Program {
         self.is_killed.load(Relaxed)
     }
 
-    /// Interrupts the monitor of a program that has ended, if the program has made it wait in a
+    /// Interrupts the thread of a program that has ended, in case the program has made it wait in a
     /// read.
     pub(crate) fn interrupt_if_ended(&self) {
         let thread = self.thread.load(SeqCst);
@@ -308,7 +311,7 @@ impl Program {
         }
     }
 
-    /// Passes what the sender has completed to the monitor.
+    /// Passes a completion of the sender to the monitor.
     pub(crate) fn push_sender_event(&self, event: SenderEvent) {
         self.sender_events.lock().push_back(event);
         self.has_sender_events.store(true, SeqCst);
@@ -317,7 +320,7 @@ impl Program {
 
     /// Queues a request for the monitor.
     ///
-    /// Returns whether it is queued: a second hello is not before the first is handled.
+    /// Returns whether it is queued. A second hello is not queued before the first one is handled.
     pub(crate) fn request(&self, request: MonitorRequest) -> bool {
         let mut requests = self.requests.lock();
         let is_hello = |request: &MonitorRequest| matches!(request, MonitorRequest::Attach(..));
@@ -331,7 +334,7 @@ impl Program {
         true
     }
 
-    /// The requests since the last call.
+    /// Returns the requests since the last call.
     pub(super) fn drain_requests(&self) -> Vec<MonitorRequest> {
         // The flag is cleared first: a request that comes after the queue was read sets it again.
         if !self.has_requests.load(Relaxed) || !self.has_requests.swap(false, SeqCst) {
@@ -355,7 +358,7 @@ impl Program {
         }
     }
 
-    /// Appends what the sender has completed since the last call.
+    /// Appends the completions of the sender since the last call.
     pub(crate) fn drain_sender_events(&self, out: &mut Vec<SenderEvent>) {
         // The flag is cleared first: an event that comes after the queue was read sets it again.
         if self.has_sender_events.load(Relaxed) && self.has_sender_events.swap(false, SeqCst) {
@@ -363,7 +366,8 @@ impl Program {
         }
     }
 
-    /// Announces sleep; returns false if a signal has come, so that the monitor must turn first.
+    /// Announces that the monitor will sleep. Returns false if it was signalled, so that it must
+    /// turn first.
     pub(super) fn begin_sleep(&self) -> bool {
         self.is_asleep.store(true, SeqCst);
         if self.is_signalled.swap(false, SeqCst) {
@@ -384,7 +388,7 @@ impl Program {
             return;
         }
         let mut fds = [PollFd::new(&self.wakeup, PollFlags::IN)];
-        // Whatever ended the wait, the caller checks all sources.
+        // The result does not matter, because the caller checks all sources.
         let _ = poll(&mut fds, Some(&timeout));
         self.end_sleep();
         self.drain_wakeup();
@@ -397,10 +401,11 @@ impl Program {
     }
 }
 
-/// The most programs of one process at once. It has several for a moment when it executes others.
+/// Maximum number of programs of one process at once. A process has several for a moment when it
+/// executes other programs.
 const PROGRAMS_PER_PROCESS_MAX: usize = 16;
 
-/// Begins to serve a program that has said hello.
+/// Begins to serve a program that has sent its hello.
 pub(crate) fn serve_root(
     run: &Arc<Run>,
     process: UnprovenProcess,
@@ -430,7 +435,7 @@ pub(crate) fn serve_root(
     })
 }
 
-/// What a forked child has from its parent.
+/// The state that a forked child begins with.
 pub(crate) struct ForkedProgram {
     pub uffd: Userfaultfd,
     pub volume: Volume,
@@ -463,7 +468,7 @@ pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgra
     })
 }
 
-/// Charges another program to the user of a run.
+/// Charges the descriptors of another program to the user of a run.
 fn charge(service: &PagingService, run: &Run) -> Result<DescriptorCharge, ShareExceeded> {
     service.agent.descriptors().charge(run.tenant(), PROGRAM_DESCRIPTORS)
 }
@@ -471,7 +476,7 @@ fn charge(service: &PagingService, run: &Run) -> Result<DescriptorCharge, ShareE
 /// Adds a program to a run.
 ///
 /// # Errors
-/// If the run has too many, or the system refuses.
+/// If the run has too many programs, or a system call fails.
 pub(crate) fn new_program(
     run: &Arc<Run>,
     id: u64,
@@ -487,13 +492,13 @@ pub(crate) fn new_program(
     Ok(program)
 }
 
-/// Starts a program, and removes it from its run if that fails.
+/// Starts a program, and removes it from its run if the start fails.
 fn or_remove<E>(
     run: &Arc<Run>,
     program: &Arc<Program>,
     start: impl FnOnce() -> Result<(), E>,
 ) -> Result<(), E> {
-    // No page of it has left, so its userfaultfd need not stay open.
+    // No page has left the program, so its userfaultfd need not stay open.
     start().inspect_err(|_| forget_program(run, program))
 }
 
@@ -507,10 +512,11 @@ fn forget_program(run: &Run, program: &Program) {
     run.remove(program);
 }
 
-/// The same for a program that was served.
+/// Removes a program that was served from its run, the exit watcher, and, once its memory is gone,
+/// the keeper.
 ///
-/// Its memory may still exist: a thread that has been killed has not ended yet, and another process
-/// may share the memory. Then the userfaultfd stays open, and with it the keeper's.
+/// Its memory may still exist: a thread that was killed may not have ended yet, and another process
+/// may share the memory. Then the userfaultfd stays open, here and in the keeper.
 pub(super) fn remove_program(run: &Run, program: &Program) {
     let uffd = program.uffd.lock().take();
     if let Some(service) = run.service.upgrade() {
@@ -528,6 +534,7 @@ pub(super) fn remove_program(run: &Run, program: &Program) {
     run.remove(program);
 }
 
+/// Makes the monitor of a new program.
 fn monitor(
     run: &Run,
     program: &Program,

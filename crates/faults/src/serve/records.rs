@@ -17,7 +17,7 @@ use crate::maps::PagingBounds;
 /// owner's pidfd if there is one.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
-    /// In hexadecimal digits.
+    /// The token in hexadecimal digits.
     pub token: String,
     pub name: String,
     pub limit_bytes: u64,
@@ -32,20 +32,23 @@ pub(crate) struct RunRecord {
     /// See [`aquifer_ipc::OpenRun::wait_for_room_ms`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_for_room_ms: Option<u64>,
-    /// Process id of the owner; `None` in records of earlier builds, whose sockets tell it.
+    /// Process id of the owner; `None` in records of earlier builds, for which the socket's peer is
+    /// the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner_pid: Option<u32>,
 }
 
 /// Record of a program.
 ///
-/// The keeper holds it with the userfaultfd, the page table and the journal, after the hello with
-/// the control memory and the program's socket, and last with the pidfd of a process that is known.
+/// The keeper holds it with these descriptors, in order: the userfaultfd, the page table and the
+/// journal; after the hello, the control memory and the program's socket; and those of a process
+/// that is identified, the pidfd last.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct ProgramRecord {
     /// Number of the run.
     pub run: u64,
-    /// Of a forked child: number of the parent, and the parent's count of applied events.
+    /// Number of the parent of a forked child, and the parent's count of applied events at the
+    /// fork.
     pub origin: Option<(u64, u64)>,
     /// Start and end of the shim's memory, and address of the canary page.
     pub private: [u64; 3],
@@ -54,13 +57,13 @@ pub(crate) struct ProgramRecord {
     /// Start and end of the only range that is paged; both 0 if all areas can be paged.
     #[serde(default)]
     pub only: [u64; 2],
-    /// Whether it is a forked child, and it was not checked yet what memory it has.
+    /// Whether the program is a forked child whose inherited memory was not checked yet.
     #[serde(default)]
     pub must_check_inheritance: bool,
     pub hello: Option<HelloRecord>,
 }
 
-/// What a program has said in its hello, beside the ranges.
+/// The fields of a program's hello, except the ranges.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct HelloRecord {
     pub is_child: bool,
@@ -84,7 +87,7 @@ impl ProgramRecord {
         HeldItem { kind: HeldKind::Program, id, pid, uid, record: encode(self) }
     }
 
-    /// The hello of the program; `None` if it has not said one.
+    /// Returns the hello of the program; `None` if it has not sent one.
     pub fn hello(&self, token: RunToken) -> Option<ProgramHello> {
         let HelloRecord { is_child, bounce_buffer, staging } = self.hello?;
         let PagingBounds { shim_range, canary, paged_range } = self.bounds();
@@ -103,7 +106,7 @@ impl ProgramRecord {
         })
     }
 
-    /// The canary of the program with number `id`.
+    /// Returns the canary of the program with number `id`.
     pub fn canary(&self, id: u64) -> Canary {
         Canary { page: self.private[2] / PAGE_BYTES as u64, number: id, nonce: self.nonce }
     }
@@ -124,7 +127,7 @@ fn encode(record: &impl Serialize) -> String {
     serde_json::to_string(record).expect("plain structs are JSON")
 }
 
-/// Parses a record that another agent wrote.
+/// Parses a record that another agent has written.
 pub(crate) fn decode<T: DeserializeOwned>(put: &HeldItem) -> io::Result<T> {
     serde_json::from_str(&put.record).map_err(io::Error::other)
 }

@@ -1,8 +1,8 @@
-//! Resumption of the programs of an agent that has died, from what the keeper holds.
+//! Resumption of the programs of an agent that has died, from the items of the keeper.
 //!
-//! Meanwhile the programs ran as long as they needed no page. At the end, all threads that wait
-//! for pages are woken and fault again. A run that cannot be resumed is ended with a reason: no
-//! program ever reads a page that is not its own.
+//! Since then the programs have run as long as they needed no page. At the end, all threads that
+//! wait for pages are woken and fault again. A run that cannot be resumed is ended with a reason,
+//! because no program may read a page that is not its own.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
@@ -36,10 +36,9 @@ use crate::takeover::{self, Origin, TakenPages, TakenProgram};
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
-/// Longest wait for the end of a killed program.
+/// Timeout of the wait for the end of a killed program.
 const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
-/// Longest time that the kernel needs to free the memory of processes that have ended, all
-/// together.
+/// Timeout of the wait until the kernel has freed the memory of all processes that have ended.
 const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(5);
 const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
 /// Index of the connection to the worker among the descriptors that the keeper holds of a program
@@ -52,7 +51,7 @@ const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 pub struct RestoredRun {
     /// The run.
     pub run: Arc<Run>,
-    /// Connection of the process that started it.
+    /// The connection of the process that opened the run.
     pub owner: Arc<OwnedFd>,
 }
 
@@ -83,7 +82,7 @@ impl PagingService {
                 | HeldKind::Partition => {}
             }
         }
-        // Before anything else: the leak scan must know the slabs before it looks at a node.
+        // Must come first, because the leak scan must know the slabs before it scans a node.
         runs.values().for_each(|run| self.agent.leak_detector().register_ledger(&run.slabs));
         for kept in programs {
             self.assign_program(kept, &mut runs);
@@ -106,12 +105,13 @@ impl PagingService {
         let is_program = |kept: &RestoredItem| kept.item.kind == HeldKind::Program;
         let (programs, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(is_program);
         self.end_programs(programs.iter().map(UnservableProgram::from_kept).collect());
-        // The host's entry is the one of this agent by now.
+        // The item of the host already belongs to this agent.
         for kept in others.into_iter().filter(|kept| kept.item.kind != HeldKind::Host) {
             self.agent.keeper().release(kept.item.kind, kept.item.id);
         }
     }
 
+    /// Adds a program to its run, or ends it if it has none.
     fn assign_program(self: &Arc<Self>, kept: RestoredItem, runs: &mut BTreeMap<u64, RecoveringRun>) {
         let unservable = UnservableProgram::from_kept(&kept);
         let record = decode::<ProgramRecord>(&kept.item).ok();
@@ -141,7 +141,7 @@ impl PagingService {
         let run = match Run::start(self, id, &record, slabs, budget, owner, descriptors) {
             Ok(run) => run,
             Err(error) => {
-                // The keeper still holds all of it, so another agent can resume it.
+                // The keeper still holds all items of the run, so another agent can resume it.
                 self.unserved_slabs.lock().push(kept);
                 tracing::error!(%error, run = record.name, "cannot resume a run");
                 return None;
@@ -149,11 +149,11 @@ impl PagingService {
         };
         self.runs.lock().insert(run.token(), Arc::clone(&run));
         super::unpaged::announce_run(self, run.tenant());
-        // The keeper has the run already.
+        // The keeper does not refuse an update of an item that it holds.
         let _held = run.put_record_in_keeper();
         let mut end_reason = end_reason;
         if end_reason.is_none() && resumable.is_empty() {
-            // The process that started the run may not have got the answer.
+            // The process that opened the run may not have received the answer.
             let _gone = send_frame(&socket, &Frame::RunOpened(run.token()), &[]);
         }
         for resumable in resumable {
@@ -172,10 +172,10 @@ impl PagingService {
         Some(RestoredRun { run, owner: socket })
     }
 
-    /// Ends programs that cannot be served; the keeper drops their descriptors only after that.
+    /// Ends programs that cannot be served. The keeper must hold their descriptors until then.
     fn end_programs(self: &Arc<Self>, programs: Vec<UnservableProgram>) {
         for UnservableProgram { pidfd, tenant, socket, .. } in &programs {
-            // Its worker must not wait until this agent has emptied the staging buffers.
+            // Without this, the worker would wait until this agent has copied its staging buffers.
             socket.iter().for_each(shut_down);
             if let Some(Err(error)) = pidfd.as_ref().map(|pidfd| kill_as(*tenant, pidfd.as_fd())) {
                 tracing::warn!(%error, "cannot kill a program");
@@ -200,12 +200,12 @@ impl PagingService {
 /// A program that cannot be served and must end.
 struct UnservableProgram {
     id: u64,
-    /// Its process; `None` for a forked child that is not yet identified.
+    /// The pidfd of the process; `None` for a forked child that is not yet identified.
     pidfd: Option<OwnedFd>,
     tenant: u32,
-    /// The connection to its worker, if it has one.
+    /// The connection to the worker, if there is one.
     socket: Option<OwnedFd>,
-    /// Its userfaultfd and its canary, unless its record is invalid.
+    /// The userfaultfd and the canary; `None` if the record is invalid.
     memory: Option<(Userfaultfd, Canary)>,
 }
 
@@ -273,7 +273,7 @@ impl RecoveringRun {
         })
     }
 
-    /// Notes that the run must be ended. Only the first reason counts.
+    /// Records that the run must be ended. Only the first reason is kept.
     fn fail(&mut self, reason: String) {
         self.end_reason.get_or_insert(reason);
     }
@@ -300,7 +300,7 @@ impl RecoveringRun {
                     self.fail("a program of it was killed together with the agent while it forked".into());
                 }
                 service.agent.keeper().release(HeldKind::Program, id);
-                // That it has ended may be what a hostile program says.
+                // A hostile program may only pretend that it has ended, and its close could wait.
                 close_in_thread(program);
                 continue;
             }
@@ -323,7 +323,7 @@ impl RecoveringRun {
     }
 }
 
-/// A program from the keeper.
+/// A program that is being recovered from its item of the keeper.
 struct RecoveredProgram {
     id: u64,
     pid: u32,
@@ -368,7 +368,7 @@ impl RecoveredProgram {
         UnservableProgram::of(self.id, self.tenant, process, worker, &self.uffd, &self.record)
     }
 
-    /// Whether the program has ended: its worker, or its process if there is no worker.
+    /// Whether the program's worker has ended, or its process if there is no worker.
     fn has_ended(&self) -> bool {
         match (&self.worker, &self.process) {
             (Some((_, socket)), _) => is_ready(socket, NO_WAIT),
@@ -377,7 +377,8 @@ impl RecoveredProgram {
         }
     }
 
-    /// Whether the memory of a program that has ended is gone. The kernel may need a moment.
+    /// Waits until the memory of a program that has ended is gone, at most until `deadline`.
+    /// Returns whether it is.
     fn is_memory_gone(&self, deadline: Instant) -> bool {
         if let Some((worker, _)) = &self.worker
             && worker.is_last()
@@ -387,7 +388,7 @@ impl RecoveredProgram {
         }
         let canary = self.record.canary(self.id);
         loop {
-            // Without the locks of the memory, which a hostile process could hold, if possible.
+            // The check by pagemap needs no lock of the memory, which a hostile process could hold.
             let is_gone = match &self.process {
                 Some(process) => pagemap::is_memory_gone(process.pagemap.as_fd()),
                 None => canary.fill(&self.uffd).stop == Some(FillStop::Ended),
@@ -430,7 +431,7 @@ struct ResumableProgram {
 }
 
 impl ResumableProgram {
-    /// Where its pages are, with the batch in each staging buffer.
+    /// Returns the pages of the program, with the batch in each staging buffer.
     fn unfinished_batches(&mut self) -> (&mut TakenPages, Vec<EvictionBatch>) {
         let worker = self.worker.as_ref();
         let batches = worker.map_or_else(Vec::new, |(worker, _)| worker.unfinished_batches());
@@ -455,7 +456,7 @@ impl ResumableProgram {
             }
             program.is_forked.store(record.origin.is_some(), Relaxed);
             program.must_check_inheritance.store(record.must_check_inheritance, Relaxed);
-            // It is not recorded, and costs time only.
+            // The advice is not recorded. If there is none, the check only takes longer.
             program.has_fork_advice.store(record.must_check_inheritance, Relaxed);
             program.share_uffd(&uffd);
             let mut edge = ProcessEdge::new(run, &program, uffd, pages.volume(), journal, record.origin)?;
@@ -475,7 +476,8 @@ impl ResumableProgram {
     }
 }
 
-/// Makes the monitor and wakes the threads of the program; `None` if it has ended.
+/// Makes the monitor, and wakes the threads of the program. Returns `None` if the program has
+/// ended.
 ///
 /// Runs in the program's thread.
 fn resume(
@@ -495,7 +497,7 @@ fn resume(
     Some(monitor)
 }
 
-/// Whether a descriptor becomes readable within a time.
+/// Waits until a descriptor is readable, at most `timeout`. Returns whether it is.
 fn is_ready(fd: &impl AsFd, timeout: Timespec) -> bool {
     let mut fds = [PollFd::new(fd, PollFlags::IN)];
     poll(&mut fds, Some(&timeout)).is_ok_and(|ready| ready > 0)

@@ -1,4 +1,5 @@
-//! What the programs of one `aquifer run` share: limit, slabs, sender and statistics.
+//! A run: the shared state of the programs of one `aquifer run`, with limit, slabs, sender and
+//! statistics.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
@@ -21,29 +22,29 @@ use super::program::Program;
 use super::records::RunRecord;
 use super::sender::SenderThread;
 use super::{OpenRunError, PagingService};
-use crate::edge::Relatives;
+use crate::edge::OtherPrograms;
 use crate::stats::FaultStats;
 
-/// For how long a run waits for room in a full pool if its owner has not said it.
+/// Default of the time for which a run waits for room in a full pool.
 const WAIT_FOR_ROOM: Duration = Duration::from_mins(10);
-/// Why pages of a run cannot leave if it has no block of the mempool and gets none.
+/// Reason why pages of a run cannot be evicted if it cannot get a block of the mempool.
 pub(super) const NO_BLOCK: &str = "the mempool of this host has no free block for pages of the run";
-/// Most programs (processes) of one run at once.
+/// Maximum number of programs (processes) of one run at once.
 pub const PROGRAMS_MAX: usize = 4096;
 
 /// The process that has opened a run.
 #[derive(Clone, Debug)]
 pub struct RunOwner {
-    /// Its connection.
+    /// The connection of the process.
     pub socket: Arc<OwnedFd>,
-    /// Its process id; 0 if the agent does not see it.
+    /// The process id; 0 if the agent does not see the process.
     pub pid: u32,
-    /// Its pidfd; `None` if it had ended.
+    /// The pidfd; `None` if the process had ended.
     pub process: Option<Arc<OwnedFd>>,
 }
 
 impl RunOwner {
-    /// The owner in a record of an earlier agent.
+    /// Makes the owner from the record and the descriptors of an earlier agent.
     pub(crate) fn restore(socket: OwnedFd, pid: Option<u32>, process: Option<OwnedFd>) -> Self {
         let (pid, process) = match pid {
             Some(pid) => (pid, process),
@@ -65,8 +66,8 @@ pub struct Run {
     is_strict: bool,
     wait_for_room_ms: Option<u64>,
     limit_bytes: AtomicU64,
-    /// Whether the limit was changed after the start. Such a limit may be less than what cannot be
-    /// paged, and the run is not ended for that.
+    /// Whether the limit was changed after the start. Such a limit may be less than the memory that
+    /// cannot be paged, and the run is not ended for that.
     is_limit_changed: AtomicBool,
     owner: RunOwner,
     pub(crate) service: Weak<PagingService>,
@@ -78,11 +79,11 @@ pub struct Run {
     ended_programs: FaultStats,
     end_reason: Mutex<Option<String>>,
     notices: Mutex<Vec<String>>,
-    /// Whether its pages wait for a block of the mempool, and its owner is notified.
+    /// Whether pages of the run wait for a block of the mempool, and the owner is notified.
     waits_in_mempool: AtomicBool,
-    /// Its processes that are not paged.
+    /// Processes of the run that are not paged.
     unpaged: Mutex<Vec<UnpagedProcess>>,
-    /// Readable while there are notices or there is a reason of the end that the owner has not got.
+    /// Readable while there are notices, or an end reason, that the owner has not received.
     news: OwnedFd,
     programs_seen: AtomicU64,
     /// Whether there are programs that the sampler has not seen.
@@ -181,29 +182,29 @@ impl Run {
         }))
     }
 
-    /// Number of the run, unique on this host over restarts of the agent.
+    /// The number of the run, unique on this host over restarts of the agent.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Whether its programs go on when the process that opened it is killed.
+    /// Whether the programs of the run continue when the process that opened it is killed.
     #[must_use]
     pub fn outlives_owner(&self) -> bool {
         self.outlives_owner
     }
 
-    /// Whether the run ends when one of its processes is not paged.
+    /// Whether the run must end if one of its processes is not paged.
     pub(crate) fn is_strict(&self) -> bool {
         self.is_strict
     }
 
-    /// For how long the run waits for room in a full pool before it is ended.
+    /// The time for which the run waits for room in a full pool before it is ended.
     pub(crate) fn wait_for_room(&self) -> Duration {
         self.wait_for_room_ms.map_or(WAIT_FOR_ROOM, Duration::from_millis)
     }
 
-    /// The number of the process that opened the run, if the agent sees it and it lives. Then no
+    /// Returns the process id of the owner, if the agent sees the process and it lives. Then no
     /// other process has the number.
     pub(crate) fn living_owner(&self) -> Option<u32> {
         let RunOwner { pid, process, .. } = &self.owner;
@@ -211,29 +212,29 @@ impl Run {
         (*pid != 0 && lives).then_some(*pid)
     }
 
-    /// Sets whether its pages wait for a block of the mempool. Returns what was set before.
+    /// Sets whether pages of the run wait for a block of the mempool. Returns the previous value.
     pub(crate) fn set_waits_in_mempool(&self, waits: bool) -> bool {
         self.waits_in_mempool.swap(waits, Relaxed)
     }
 
-    /// Why its pages find no room now; `None` if they do.
+    /// Returns the reason why pages of the run find no room now; `None` if they do.
     fn short_of_room(&self) -> Option<String> {
         let of_mempool = || self.waits_in_mempool.load(Relaxed).then(|| NO_BLOCK.to_owned());
         self.sender.room_shortage().map(|(_, reason)| reason).or_else(of_mempool)
     }
 
-    /// Sets which of its processes are not paged now.
+    /// Sets the processes of the run that are not paged now.
     pub(crate) fn set_unpaged(&self, unpaged: Vec<UnpagedProcess>) {
         *self.unpaged.lock() = unpaged;
     }
 
-    /// User that the run belongs to.
+    /// The user that the run belongs to.
     #[must_use]
     pub fn tenant(&self) -> u32 {
         self.tenant
     }
 
-    /// The owner of the user's id, with whose runs this one is counted.
+    /// The owner of the tenant's user id. The run counts against the limits of that user.
     pub(crate) fn id_owner(&self) -> u32 {
         self.descriptors.owner()
     }
@@ -252,7 +253,7 @@ impl Run {
         self.limit_bytes.store(limit_bytes, Relaxed);
         self.is_limit_changed.store(true, Relaxed);
         self.budget.set_limit(limit_bytes);
-        // The keeper has the run already.
+        // The keeper does not refuse an update of an item that it holds.
         let _held = self.put_record_in_keeper();
         for program in self.programs() {
             program.signal();
@@ -288,7 +289,7 @@ impl Run {
         self.programs_seen.load(Relaxed)
     }
 
-    /// Adds a program; false if the run has [`PROGRAMS_MAX`].
+    /// Adds a program. Returns false if the run has [`PROGRAMS_MAX`] programs.
     pub(crate) fn add(&self, program: &Arc<Program>) -> bool {
         let mut programs = self.programs.lock();
         if programs.len() >= PROGRAMS_MAX {
@@ -302,31 +303,32 @@ impl Run {
     /// Removes a program and keeps its statistics.
     pub(crate) fn remove(&self, program: &Program) {
         let mut programs = self.programs.lock();
-        // With the lock held, so that [`Self::stats`] counts the program exactly once.
+        // Must be merged with the lock held, so that [`Self::stats`] counts the program exactly
+        // once.
         self.ended_programs.merge(&program.stats);
         programs.retain(|other| other.id != program.id);
         drop(programs);
         self.changed.notify_all();
     }
 
-    /// Wakes the monitors of some programs, other than `waker`.
-    pub(crate) fn wake_relatives(&self, waker: u64, relatives: Relatives) {
+    /// Wakes the monitors of the selected programs, except `waker`.
+    pub(crate) fn wake_others(&self, waker: u64, others: OtherPrograms) {
         let programs = self.programs.lock();
         let average = average_held(&programs);
         programs
             .iter()
             .filter(|program| program.id != waker)
-            .filter(|program| match relatives {
-                Relatives::WithPages => program.held.load(Relaxed) >= average,
-                Relatives::WithBlocks | Relatives::AllWithBlocks => program.owns_blocks.load(SeqCst),
-                Relatives::WithoutBlock | Relatives::UsersWithoutBlock => {
+            .filter(|program| match others {
+                OtherPrograms::WithPages => program.held.load(Relaxed) >= average,
+                OtherPrograms::WithBlocks | OtherPrograms::AllWithBlocks => program.owns_blocks.load(SeqCst),
+                OtherPrograms::WithoutBlock | OtherPrograms::UsersWithoutBlock => {
                     program.waits_for_block.load(SeqCst)
                 }
             })
             .for_each(|program| program.signal());
     }
 
-    /// Waits until the run has no program, for a bounded time; returns whether it has none.
+    /// Waits until the run has no program, at most `timeout`. Returns whether it has none.
     #[must_use]
     pub fn wait_empty(&self, timeout: Duration) -> bool {
         let mut programs = self.programs.lock();
@@ -334,13 +336,13 @@ impl Run {
         programs.is_empty()
     }
 
-    /// Queues a notice for the process that started the run.
+    /// Queues a notice for the process that opened the run.
     pub(crate) fn notify_owner(&self, text: &str) {
         self.notices.lock().push(text.to_owned());
         self.announce_news();
     }
 
-    /// A descriptor that is readable when there is news for the owner.
+    /// The eventfd that is readable when there is news for the owner.
     #[must_use]
     pub fn news(&self) -> &OwnedFd {
         &self.news
@@ -351,15 +353,15 @@ impl Run {
         let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 
-    /// The notices since the last call.
+    /// Returns the notices since the last call.
     #[must_use]
     pub fn drain_notices(&self) -> Vec<String> {
-        // Before the notices are taken: what comes later makes it readable again.
+        // Must be read before the notices, so that a later notice makes it readable again.
         let _ = rustix::io::read(&self.news, &mut [0; 8]);
         std::mem::take(&mut *self.notices.lock())
     }
 
-    /// Ends all programs of the run, for a reason. Only the first reason counts.
+    /// Ends all programs of the run. Only the reason of the first call is kept.
     pub fn end(&self, reason: &str) {
         let mut end_reason = self.end_reason.lock();
         if end_reason.is_none() {
@@ -369,7 +371,8 @@ impl Run {
         drop(end_reason);
         self.announce_news();
         let programs = self.programs();
-        // Before they are killed: a monitor must not see the end of a worker first.
+        // Must be marked before they are killed, because a monitor must not see the end of a worker
+        // first.
         programs.iter().for_each(|program| program.mark_killed());
         let processes = programs.iter().filter_map(|program| program.process());
         let pidfds: Vec<_> = processes.map(ProgramProcess::pidfd).collect();
@@ -378,7 +381,7 @@ impl Run {
         }
     }
 
-    /// Why the agent ended the run; `None` if it did not.
+    /// Returns the reason why the agent ended the run; `None` if it did not.
     #[must_use]
     pub fn end_reason(&self) -> Option<String> {
         self.end_reason.lock().clone()
@@ -391,7 +394,7 @@ impl Run {
         }
     }
 
-    /// Counters of all programs, ended ones included.
+    /// Returns the counters of all programs, ended ones included.
     #[must_use]
     pub fn stats(&self) -> FaultStats {
         let total = FaultStats::default();
@@ -401,13 +404,13 @@ impl Run {
         total
     }
 
-    /// The statistics now.
+    /// Returns the statistics of the run now.
     #[must_use]
     pub fn report(&self) -> RunStatistics {
         self.report_with(&self.stats())
     }
 
-    /// The statistics now, with counters from [`Self::stats`].
+    /// Returns the statistics of the run now, with counters from [`Self::stats`].
     #[must_use]
     pub fn report_with(&self, total: &FaultStats) -> RunStatistics {
         let programs: Vec<_> = self.programs().iter().map(|program| program.report()).collect();
@@ -452,27 +455,28 @@ impl Run {
         }
     }
 
+    /// Stores an item of the run in the keeper.
     pub(crate) fn keep(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
         self.service.upgrade().map_or(Ok(()), |service| service.agent.keeper().hold_shared(put, fds))
     }
 }
 
-/// Pages that a program holds on average.
+/// Returns the average number of held pages of the programs.
 pub(crate) fn average_held(programs: &[Arc<Program>]) -> u64 {
     let held: u64 = programs.iter().map(|program| program.held.load(Relaxed)).sum();
     held / (programs.len() as u64).max(1)
 }
 
-/// Quantiles of fault latencies.
+/// Returns quantiles of fault latencies.
 fn latency_us(latency: &LatencyHistogram) -> LatencyUs {
     let us = |share| Duration::from_nanos(latency.quantile(share)).as_secs_f64() * 1e6;
     LatencyUs { p50: us(0.5), p99: us(0.99), p999: us(0.999) }
 }
-/// Most characters of a run's name.
+/// Maximum number of characters of a run's name.
 const NAME_CHARS_MAX: usize = 64;
 
-/// A name as it is shown to all users: cut, and without characters that change a terminal or the
-/// order of the text.
+/// Returns a name in the form that all users see: truncated, and without characters that change a
+/// terminal or the order of the text.
 fn printable(name: &str) -> String {
     let is_plain = |symbol: char| symbol.is_alphanumeric() || symbol == ' ' || symbol.is_ascii_punctuation();
     name.chars().take(NAME_CHARS_MAX).map(|symbol| if is_plain(symbol) { symbol } else { '?' }).collect()

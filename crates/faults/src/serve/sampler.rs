@@ -1,7 +1,8 @@
-//! Samples the resident size of each program, and finds areas to register.
+//! The sampler: measures the resident size of each program, and finds areas to register.
 //!
-//! No area is registered before a run comes near its limit, because until then the run is not
-//! slowed. The time to the next sample is at most the time in which the run could reach its limit.
+//! No area is registered before a run approaches its limit, so that the run is not slowed down
+//! until then. The time to the next sample is at most the time in which the run could reach its
+//! limit.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,47 +16,51 @@ use super::MORE_MEMORY_ADVICE;
 use super::PagingService;
 use super::count::{MemoryUsage, ResidentCounter};
 use super::excess::{self, DueStep, OverLimit};
-use super::family::Family;
 use super::observed::ObservedDuration;
 use super::priority::{URGENT, set_niceness};
 use super::program::{MonitorRequest, Program};
+use super::resident_estimator::ResidentEstimator;
 use super::run::{NO_BLOCK, Run, average_held};
 use crate::areas::Area;
 use crate::maps::{self, KeptPages};
 use crate::monitor::SPARE_PAGES;
 
-/// Areas are registered when this part of the limit is resident,
-const ARM_DIVISOR: u64 = 2;
-/// or, under a small limit, when less than this is left below the limit: what a program can fill
-/// while a sample is late,
-const ARM_MARGIN_PAGES: u64 = (48 << 20) / PAGE_BYTES as u64;
-/// but never before this part of the limit is resident.
-const ARM_DIVISOR_MAX: u64 = 5;
-/// Pages that a program can make resident in a millisecond with all cores, without a fault.
+/// Areas of a run are registered when 1/`REGISTER_DIVISOR` of its limit is resident.
+const REGISTER_DIVISOR: u64 = 2;
+/// Number of pages that a program can fill while a sample is late. If this is more than half of the
+/// limit, areas are registered this far below the limit.
+const LATE_SAMPLE_PAGES: u64 = (48 << 20) / PAGE_BYTES as u64;
+/// Areas of a run are never registered before 1/`REGISTER_DIVISOR_MAX` of its limit is resident.
+const REGISTER_DIVISOR_MAX: u64 = 5;
+/// Number of pages that a program can make resident in a millisecond with all cores, without a
+/// fault.
 const PAGES_PER_MS: u64 = 1500;
-const TICK_MIN: Duration = Duration::from_millis(1);
-const TICK_MAX: Duration = Duration::from_millis(50);
-/// Samples in a row without a change after which a run is sampled less often,
-const QUIET_AFTER: u32 = 250;
-/// and the shortest time to its next sample then. It bounds what a program can fill meanwhile.
-const QUIET_TICK: Duration = Duration::from_millis(4);
-/// Time to the next look at a run without a program.
-const EMPTY_TICK: Duration = Duration::from_secs(1);
-/// Time between two scans of the maps, as a multiple of what a scan took.
+/// Minimum time to the next sample.
+const INTERVAL_MIN: Duration = Duration::from_millis(1);
+/// Maximum time to the next sample.
+const INTERVAL_MAX: Duration = Duration::from_millis(50);
+/// Number of consecutive samples without a change after which a run counts as idle.
+const IDLE_SAMPLES: u32 = 250;
+/// Minimum time to the next sample of an idle run. It bounds the memory that a program can fill
+/// meanwhile.
+const IDLE_INTERVAL: Duration = Duration::from_millis(4);
+/// Time to the next sample of a run without a program.
+const EMPTY_INTERVAL: Duration = Duration::from_secs(1);
+/// Time between two scans of the maps, as a multiple of the duration of a scan.
 const SCAN_INTERVAL_FACTOR: u32 = 4;
-/// Growth of uncontrolled pages that makes a scan worthwhile.
+/// Growth in uncontrolled pages that makes a scan worthwhile.
 const GROWTH_PAGES: u64 = 256;
-/// Growth that makes a scan due at once. A scan can wait for the program's own lock and so take
-/// long; without this, the program could fill the whole tolerance meanwhile.
+/// Growth in uncontrolled pages that makes a scan due at once. A scan can wait for the program's
+/// own lock and so take long; without this, the program could fill the whole tolerance meanwhile.
 const GROWTH_URGENT_PAGES: u64 = TOLERANCE_PAGES / 4;
-/// Pages over the limit that are tolerated, beside a tenth of the limit.
+/// Number of pages over the limit that are tolerated, in addition to a tenth of the limit.
 const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
-/// Time of scans after which the run is counted again: it may have grown while they waited for the
-/// program.
+/// Duration of scans after which the run is counted again: it may have grown while they waited for
+/// the program.
 const SLOW_SCAN: Duration = Duration::from_millis(10);
-/// Observed time after which the owner of a run is told that faults wait for room in the pool,
+/// Observed time after which the owner of a run is notified that faults wait for room in the pool.
 const SHORTAGE_AFTER: Duration = Duration::from_secs(1);
-/// but not more often than this.
+/// Minimum time between two notices of a shortage to the owner of a run.
 const SHORTAGE_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Advice if the mempool has no free block.
@@ -73,16 +78,18 @@ pub(crate) fn announce_program(service: &Arc<PagingService>, run: &Run) -> std::
     service.samplers.wake(tenant, move || sample_all(&weak, tenant))
 }
 
-/// What the sampler knows of a program.
+/// The samples and scans of one program.
 #[derive(Debug)]
 struct SampledProgram {
     id: u64,
+    /// Size of the address space at the last scan, in pages.
     size: u64,
-    /// Fewest resident pages outside of the monitor's control since the last scan.
+    /// Minimum number of resident pages outside of the monitor's control since the last scan.
     uncontrolled: u64,
-    is_armed: bool,
+    /// Whether the maps were scanned at least once.
+    is_scanned: bool,
     next_scan: Instant,
-    /// What the last scan found.
+    /// The areas that the last scan found.
     areas: Vec<Area>,
     counter: ResidentCounter,
 }
@@ -93,7 +100,7 @@ impl SampledProgram {
             id,
             size: 0,
             uncontrolled: 0,
-            is_armed: false,
+            is_scanned: false,
             next_scan: Instant::now(),
             areas: Vec::new(),
             counter: ResidentCounter::new(),
@@ -102,72 +109,74 @@ impl SampledProgram {
 
     /// Whether the maps must be scanned for new areas now.
     fn wants_scan(&mut self, size: u64, uncontrolled: u64, now: Instant) -> bool {
-        // The areas of the last scan are adopted over several turns. Later growth must show at
-        // once.
+        // The areas of the last scan are adopted over several turns, so `uncontrolled` falls. Later
+        // growth must be noticed at once.
         self.uncontrolled = self.uncontrolled.min(uncontrolled);
         let growth = uncontrolled - self.uncontrolled;
-        let is_worth_it = !self.is_armed || self.size != size || growth > GROWTH_PAGES;
+        let is_worth_it = !self.is_scanned || self.size != size || growth > GROWTH_PAGES;
         is_worth_it && (now >= self.next_scan || growth > GROWTH_URGENT_PAGES)
     }
 
     /// Records a scan that began at `began` and has found `areas`.
     fn scanned(&mut self, size: u64, uncontrolled: u64, began: Instant, areas: Vec<Area>) {
         self.areas = areas;
-        self.is_armed = true;
+        self.is_scanned = true;
         self.size = size;
         self.uncontrolled = uncontrolled;
         self.next_scan = Instant::now() + began.elapsed() * SCAN_INTERVAL_FACTOR;
     }
 }
 
-/// What the sampler knows of a run.
+/// The samples of one run.
 #[derive(Debug)]
 struct SampledRun {
     run: Weak<Run>,
     programs: Vec<SampledProgram>,
     next_sample: Instant,
     over_limit: Option<OverLimit>,
-    /// Whether the owner was told that the run is over its limit.
-    is_told_of_excess: bool,
+    /// Whether the owner was notified that the run is over its limit.
+    is_excess_notified: bool,
     room_shortage: Option<RoomShortage>,
-    /// When the owner was told of a shortage last.
-    told_of_shortage: Option<Instant>,
-    /// How long a program of the run has waited for a block of the mempool.
+    /// The time of the last notice of a shortage to the owner.
+    shortage_notified: Option<Instant>,
+    /// The time for which a program of the run has waited for a block of the mempool.
     mempool_wait: Option<ObservedDuration>,
-    /// The time of the last notice of that to the owner.
-    told_of_mempool_wait: Option<Instant>,
-    family: Family,
-    quiet: Quiet,
+    /// The time of the last notice of a wait for the mempool to the owner.
+    mempool_wait_notified: Option<Instant>,
+    estimator: ResidentEstimator,
+    idle: IdleDetector,
 }
 
-/// How long nothing has changed in a run.
+/// Detects that a run is idle: its counts have not changed for [`IDLE_SAMPLES`] samples.
 #[derive(Debug, Default)]
-struct Quiet {
+struct IdleDetector {
     /// Resident pages, held pages, and evictions at the last sample.
     last: [u64; 3],
+    /// Number of consecutive samples without a change.
     samples: u32,
 }
 
-impl Quiet {
-    /// The time to the next sample, after one with these figures; `wanted` unless the run is quiet.
-    fn next_sample(&mut self, figures: [u64; 3], has_pending_faults: bool, wanted: Duration) -> Duration {
-        if figures == self.last && !has_pending_faults {
+impl IdleDetector {
+    /// Records a sample, and returns the time to the next one: `wanted`, or longer if the run is
+    /// idle.
+    fn next_sample(&mut self, counts: [u64; 3], has_pending_faults: bool, wanted: Duration) -> Duration {
+        if counts == self.last && !has_pending_faults {
             self.samples = self.samples.saturating_add(1);
         } else {
-            *self = Self { last: figures, samples: 0 };
+            *self = Self { last: counts, samples: 0 };
         }
-        if self.samples > QUIET_AFTER { wanted.max(QUIET_TICK) } else { wanted }
+        if self.samples > IDLE_SAMPLES { wanted.max(IDLE_INTERVAL) } else { wanted }
     }
 }
 
-/// The pool has no room for evicted pages of a run.
+/// A time during which the pool has no room for evicted pages of a run.
 #[derive(Debug)]
 struct RoomShortage {
     /// Number of the shortage: between two samples one may have ended and another begun.
     shortage: u64,
     duration: ObservedDuration,
-    /// Whether the owner was told.
-    is_told: bool,
+    /// Whether the owner was notified.
+    is_notified: bool,
 }
 
 /// The loop of a tenant's thread, which ends when the tenant has no program.
@@ -186,7 +195,7 @@ fn sample_all(service: &Weak<PagingService>, tenant: u32) {
         sampled_runs.retain(|_, sampled| sampled.run.strong_count() > 0);
         drop(service);
         let now = Instant::now();
-        let mut next = now + TICK_MAX;
+        let mut next = now + INTERVAL_MAX;
         for sampled in sampled_runs.values_mut() {
             if let Some(run) = sampled.run.upgrade()
                 && (run.has_new_programs.swap(false, Relaxed) || sampled.next_sample <= now)
@@ -195,7 +204,7 @@ fn sample_all(service: &Weak<PagingService>, tenant: u32) {
             }
             next = next.min(sampled.next_sample);
         }
-        std::thread::park_timeout(next.saturating_duration_since(Instant::now()).max(TICK_MIN));
+        std::thread::park_timeout(next.saturating_duration_since(Instant::now()).max(INTERVAL_MIN));
     }
 }
 
@@ -206,37 +215,39 @@ impl SampledRun {
             programs: Vec::new(),
             next_sample: Instant::now(),
             over_limit: None,
-            is_told_of_excess: false,
+            is_excess_notified: false,
             room_shortage: None,
-            told_of_shortage: None,
+            shortage_notified: None,
             mempool_wait: None,
-            told_of_mempool_wait: None,
-            family: Family::new(),
-            quiet: Quiet::default(),
+            mempool_wait_notified: None,
+            estimator: ResidentEstimator::new(),
+            idle: IdleDetector::default(),
         }
     }
 
-    /// Samples one run; returns the time to the next sample.
+    /// Samples one run. Returns the time to the next sample.
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
         if programs.is_empty() {
-            // A new program is announced.
+            // `announce_program` wakes this thread for a new program.
             self.programs.clear();
-            return EMPTY_TICK;
+            return EMPTY_INTERVAL;
         }
         programs.iter().for_each(|program| program.interrupt_if_ended());
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
         let (usages, mut total, mut held) = self.count(run, &programs);
         let max = run.budget.resident_max();
-        let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
+        let register_at = (max / REGISTER_DIVISOR)
+            .min(max.saturating_sub(LATE_SAMPLE_PAGES))
+            .max(max / REGISTER_DIVISOR_MAX);
         let began = Instant::now();
         for (program, usage) in &usages {
-            self.scan_if_needed(program, usage, total > arm_at);
+            self.scan_if_needed(program, usage, total > register_at);
         }
         if began.elapsed() > SLOW_SCAN {
             (_, total, held) = self.count(run, &programs);
         }
-        // Monitors are woken when there is something to do that no message reports:
+        // Monitors are woken for work that no message reports:
         // - Faults wait for room, and the run is below its limit again.
         // - The run is near its limit, and a program holds more than the others, which could
         //   otherwise only evict their own pages.
@@ -256,15 +267,15 @@ impl SampledRun {
             })
             .for_each(|program| program.signal());
         self.enforce_limit(run, &programs, total, held);
-        let wanted =
-            Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX);
+        let wanted = Duration::from_millis(register_at.saturating_sub(total) / PAGES_PER_MS)
+            .clamp(INTERVAL_MIN, INTERVAL_MAX);
         let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
         let has_pending_faults = programs.iter().any(|program| program.has_pending_faults.load(SeqCst));
-        self.quiet.next_sample([total, held, evictions], has_pending_faults, wanted)
+        self.idle.next_sample([total, held, evictions], has_pending_faults, wanted)
     }
 
-    /// Counts the resident pages of a run. Returns those of each program, all of them, and how many
-    /// of them its monitors control.
+    /// Counts the resident pages of a run. Returns the memory of each program, the resident pages
+    /// of the run, and the number of those that its monitors control.
     fn count<'a>(
         &mut self,
         run: &Run,
@@ -277,12 +288,12 @@ impl SampledRun {
             held += program.held.load(Relaxed);
             usages.push((program, usage));
         }
-        let total = self.family.resident(&usages, &run.budget);
+        let total = self.estimator.resident(&usages, &run.budget);
         run.budget.set_sample(total.saturating_sub(held), total);
         (usages, total, held)
     }
 
-    /// What is known of a program; a new entry if it was not sampled before.
+    /// Returns the entry of a program, and makes it if the program was not sampled before.
     fn sampled_program(&mut self, id: u64) -> &mut SampledProgram {
         let at = self.programs.iter().position(|seen| seen.id == id).unwrap_or_else(|| {
             self.programs.push(SampledProgram::first(id));
@@ -291,7 +302,7 @@ impl SampledRun {
         &mut self.programs[at]
     }
 
-    /// Scans the maps of a program for new areas, if that is due and the run is near its limit.
+    /// Scans the maps of a program for new areas, if a scan is due and the run is near its limit.
     fn scan_if_needed(&mut self, program: &Arc<Program>, usage: &MemoryUsage, is_near: bool) {
         let began = Instant::now();
         let uncontrolled = usage.counted.saturating_sub(program.held.load(Relaxed));
@@ -306,7 +317,8 @@ impl SampledRun {
         let bounds = program.bounds();
         let found = maps::pageable_areas(&text, &bounds, &program.pins());
         for (area, room) in found.iter().zip(maps::room_to_grow(&text, &found, &bounds)) {
-            // Whole: what was there at the last scan may have been unmapped, and mapped anew.
+            // The whole area is registered, because the part that the last scan found may have been
+            // unmapped and mapped anew.
             if seen.areas.binary_search(area).is_err() {
                 program.register_early(*area, room);
             }
@@ -315,14 +327,14 @@ impl SampledRun {
         seen.scanned(usage.size, uncontrolled, began, found);
     }
 
-    /// Tells the owner of a run that its faults wait for room in the pool, and ends the run if that
-    /// lasts longer than the owner wants to wait.
+    /// Notifies the owner of a run that its faults wait for room in the pool, and ends the run if
+    /// that lasts longer than the owner wants to wait.
     fn check_room(&mut self, run: &Run) {
         let now = Instant::now();
         let shortage = run.sender.room_shortage();
         let number = shortage.as_ref().map(|(number, _)| *number);
         if let Some(ended) = self.room_shortage.take_if(|known| Some(known.shortage) != number)
-            && ended.is_told
+            && ended.is_notified
         {
             run.notify_owner("the pool has room again, and the program goes on");
         }
@@ -330,7 +342,7 @@ impl SampledRun {
         let known = self.room_shortage.get_or_insert_with(|| RoomShortage {
             shortage: number,
             duration: ObservedDuration::begin(now),
-            is_told: false,
+            is_notified: false,
         });
         let waited = known.duration.observe(now);
         if run.budget.excess(0) == 0 {
@@ -344,11 +356,11 @@ impl SampledRun {
                 show_time(wait)
             ));
         } else if waited > SHORTAGE_AFTER
-            && !known.is_told
-            && self.told_of_shortage.is_none_or(|told| now.duration_since(told) > SHORTAGE_INTERVAL)
+            && !known.is_notified
+            && self.shortage_notified.is_none_or(|last| now.duration_since(last) > SHORTAGE_INTERVAL)
         {
-            known.is_told = true;
-            self.told_of_shortage = Some(now);
+            known.is_notified = true;
+            self.shortage_notified = Some(now);
             run.notify_owner(&format!(
                 "{reason}. The program waits for room for up to {} (--wait-for-room): \
                  {MORE_MEMORY_ADVICE}",
@@ -357,7 +369,7 @@ impl SampledRun {
         }
     }
 
-    /// Tells the owner of a run that pages of it wait for a block of the mempool.
+    /// Notifies the owner of a run that pages of it wait for a block of the mempool.
     fn check_mempool(&mut self, run: &Run, programs: &[Arc<Program>]) {
         let now = Instant::now();
         if !programs.iter().any(|program| program.waits_in_mempool.load(Relaxed)) {
@@ -368,9 +380,9 @@ impl SampledRun {
         let waited = self.mempool_wait.get_or_insert_with(|| ObservedDuration::begin(now)).observe(now);
         if waited > SHORTAGE_AFTER
             && !run.set_waits_in_mempool(true)
-            && self.told_of_mempool_wait.is_none_or(|told| now.duration_since(told) > SHORTAGE_INTERVAL)
+            && self.mempool_wait_notified.is_none_or(|last| now.duration_since(last) > SHORTAGE_INTERVAL)
         {
-            self.told_of_mempool_wait = Some(now);
+            self.mempool_wait_notified = Some(now);
             run.notify_owner(&format!(
                 "{NO_BLOCK}. The program waits until one is written to a memory node: \
                  {MORE_MEMPOOL_ADVICE}"
@@ -378,8 +390,8 @@ impl SampledRun {
         }
     }
 
-    /// Tells the owner of a run that is over its limit, and ends a run that will stay there, before
-    /// it uses the host's memory.
+    /// Notifies the owner of a run that is over its limit, and ends a run that will stay over its
+    /// limit, before it uses the host's memory.
     fn enforce_limit(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         self.check_room(run);
@@ -394,23 +406,23 @@ impl SampledRun {
         let over = self.over_limit.get_or_insert_with(|| OverLimit::begin(now, evictions));
         match over.observe(now, total, max) {
             DueStep::Nothing => {}
-            DueStep::Tell => {
-                // A run whose limit was lowered is over it for a while.
-                // Nor can pages leave of one that waits for the mempool, which has its own notice.
+            DueStep::Notify => {
+                // No notice is needed for a run whose limit was lowered, which is over it for a
+                // while, nor for a run that waits for the mempool, which has a notice of its own.
                 if !run.is_limit_changed()
                     && self.mempool_wait.is_none()
-                    && !std::mem::replace(&mut self.is_told_of_excess, true)
+                    && !std::mem::replace(&mut self.is_excess_notified, true)
                 {
                     run.notify_owner(&excess::notice(total, max, &excess::kept_pages(programs)));
                 }
             }
-            DueStep::Judge => {
+            DueStep::Decide => {
                 let over = *over;
                 self.over_limit = None;
                 let kept = excess::kept_pages(programs);
                 let unevictable = total.saturating_sub(held).max(kept.lasting());
-                if over.is_hopeless(evictions, unevictable, max) {
-                    // Else it has to do with what stays.
+                if over.will_stay(evictions, unevictable, max) {
+                    // The mempool is the reason only if the unevictable pages fit into the limit.
                     let waits_in_mempool = self.mempool_wait.is_some() && unevictable <= max;
                     end_over_limit(run, total, &kept, waits_in_mempool);
                 }
@@ -419,7 +431,8 @@ impl SampledRun {
     }
 }
 
-/// Ends a run that stays over its limit with `total` resident pages, of which some are kept.
+/// Ends a run that stays over its limit with `total` resident pages. `kept`: those that cannot be
+/// evicted, by reason.
 fn end_over_limit(run: &Run, total: u64, kept: &KeptPages, waits_in_mempool: bool) {
     let kept_mb = (total * PAGE_BYTES as u64) >> 20;
     let wanted_mb = kept_mb * 5 / 4 + 8;
@@ -444,7 +457,7 @@ fn end_over_limit(run: &Run, total: u64, kept: &KeptPages, waits_in_mempool: boo
     ));
 }
 
-/// A time as people write it: in minutes if it is a few whole ones.
+/// Formats a duration in ms, seconds, or whole minutes.
 fn show_time(time: Duration) -> String {
     match time.as_secs() {
         0 => format!("{} ms", time.as_millis()),
@@ -458,7 +471,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fast_growth_is_scanned_whatever_the_last_scan_took() {
+    fn fast_growth_makes_a_scan_due_at_once() {
         let mut seen = SampledProgram::first(1);
         let now = Instant::now();
         assert!(seen.wants_scan(1000, 0, now), "the first");

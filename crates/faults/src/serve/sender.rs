@@ -17,14 +17,15 @@ use super::{AgentServices, PagingService};
 use crate::edge::{EvictedBatch, SenderEvent};
 use crate::send_loop::{NextStep, SendLoop, SendQueue, SentProgram};
 
-/// Interval at which an idle sender checks for empty slabs, and for room in a full pool,
-const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// and the interval when there was nothing to do for this time: only nodes are probed then.
-const QUIET_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 250_000_000 };
-const QUIET_AFTER: Duration = Duration::from_secs(2);
-/// Interval at which memory nodes are probed, and degraded slabs are looked for.
+/// Interval at which a sender without requests checks for empty slabs, and for room in a full pool.
+const IDLE_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// Interval of a sender that has been idle for [`LONG_IDLE_AFTER`]: it only probes nodes.
+const LONG_IDLE_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 250_000_000 };
+/// Idle time after which a sender uses [`LONG_IDLE_INTERVAL`].
+const LONG_IDLE_AFTER: Duration = Duration::from_secs(2);
+/// Interval at which the sender probes memory nodes, and searches for degraded slabs.
 const PROBE_INTERVAL: Duration = Duration::from_millis(250);
-/// Polls for acknowledgements before the thread yields.
+/// Number of polls for acknowledgements before the thread yields.
 const POLLS_BEFORE_YIELD: u32 = 64;
 
 /// A program whose pages are sent, with the address of its staging buffers.
@@ -59,7 +60,8 @@ impl SentProgram for StagingProgram {
 }
 
 impl StagingProgram {
-    /// Copies pages from a staging buffer of the program; returns how many arrived, from the first.
+    /// Copies pages from a staging buffer of the program. Returns the number of leading pages that
+    /// were copied.
     fn read_staging(&self, mempool: &Mempool, batch: &EvictedBatch) -> std::io::Result<usize> {
         let process = self.program.process().ok_or(std::io::ErrorKind::NotFound)?;
         let base = self.staging.wrapping_add((batch.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64);
@@ -83,6 +85,7 @@ impl StagingProgram {
     }
 }
 
+/// State that a sender's thread shares with its handle.
 #[derive(Debug)]
 struct SenderShared {
     queue: Mutex<SendQueue<StagingProgram>>,
@@ -95,22 +98,22 @@ struct SenderShared {
     copied_slabs: AtomicU64,
     repaired_pages: AtomicU64,
     vacated_slabs: AtomicU64,
-    /// Number of times that the pool has begun to have no room.
+    /// Number of shortages of room in the pool so far.
     shortages: AtomicU64,
     is_short_of_room: AtomicBool,
     shortage_reason: Mutex<String>,
     slabs: Arc<SlabSet>,
 }
 
-/// Handle of the sender of a run.
+/// Handle of the thread that is the sender of a run.
 #[derive(Debug)]
 pub(crate) struct SenderThread {
     shared: Arc<SenderShared>,
 }
 
 impl SenderThread {
-    /// Registers the slabs as a ledger and starts the thread, for a user and the owner of its user
-    /// id.
+    /// Registers the slabs as a ledger, and starts the thread. `(tenant, owner)`: the user of the
+    /// run, and the owner of its user id.
     pub(crate) fn start(
         service: &Arc<PagingService>,
         slabs: Arc<SlabSet>,
@@ -122,7 +125,8 @@ impl SenderThread {
             let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
             Arc::new(SenderShared::new(wakeup, Arc::clone(&slabs)))
         };
-        // Here and not in the thread: the leak scan must know the slabs before the run is used.
+        // Must be registered before the thread starts, because the leak scan must know the slabs
+        // before the run is used.
         service.agent.leak_detector().register_ledger(&slabs);
         let mempool = Arc::clone(&service.mempool);
         let agent = Arc::clone(&service.agent);
@@ -141,7 +145,7 @@ impl SenderThread {
         Ok(Self { shared })
     }
 
-    /// Queues a batch in a staging buffer of the program; with the address of the buffers.
+    /// Queues a batch in a staging buffer of the program. `staging`: the address of the buffers.
     pub(crate) fn submit_batch(&self, program: &Arc<Program>, staging: u64, batch: EvictedBatch) {
         let program = StagingProgram { program: Arc::clone(program), staging };
         self.shared.queue.lock().push_batch(program, batch);
@@ -155,19 +159,20 @@ impl SenderThread {
         self.shared.signal();
     }
 
-    /// Notes that a program has ended, so that its pages need not be written.
+    /// Records that a program has ended, so that its pages need not be written.
     pub(crate) fn abandon(&self, program: u64) {
         self.shared.queue.lock().abandon(program);
         self.shared.signal();
     }
 
-    /// Lets the thread end when all requests are completed.
+    /// Requests that the thread ends when all requests are completed.
     pub(crate) fn stop(&self) {
         self.shared.queue.lock().stop();
         self.shared.signal();
     }
 
-    /// Number and reason of the current shortage of room in the pool; `None` if there is room.
+    /// Returns the number and reason of the current shortage of room in the pool; `None` if there
+    /// is room.
     pub(crate) fn room_shortage(&self) -> Option<(u64, String)> {
         if !self.shared.is_short_of_room.load(Relaxed) {
             return None;
@@ -217,13 +222,14 @@ impl SenderShared {
     }
 }
 
+/// The loop of a sender's thread.
 struct SenderTurns {
     send_loop: SendLoop<StagingProgram>,
     shared: Arc<SenderShared>,
     share: PoolShare,
-    /// When memory nodes were probed last.
+    /// The time of the last probe of memory nodes.
     probed: Instant,
-    /// When there was something to do last.
+    /// The end of the last turn with work.
     busy: Instant,
     node_joiner: NodeJoiner,
     agent: Arc<dyn AgentServices>,
@@ -266,10 +272,10 @@ impl SenderTurns {
         self.publish();
     }
 
-    /// What the next turn begins with.
+    /// Returns the first step of the next turn.
     ///
-    /// Waits if there is nothing to do. If there are only acknowledgements to wait for
-    /// (`is_waiting_for_acks`), waits for those too.
+    /// Waits if there is no work, or if all work waits for acknowledgements
+    /// (`is_waiting_for_acks`).
     fn next_step(&mut self, is_waiting_for_acks: bool) -> NextStep<StagingProgram> {
         let mut queue = self.shared.queue.lock();
         let sender = &self.send_loop.sender;
@@ -283,18 +289,19 @@ impl SenderTurns {
         self.send_loop.next_step(&mut queue)
     }
 
-    /// Waits for requests or for acknowledgements; returns at once if nodes answer without delay.
+    /// Waits for requests or for acknowledgements. Returns at once if nodes answer without delay.
     fn wait(&mut self, is_idle: bool) {
         let mut polled = vec![PollFd::new(&self.shared.wakeup, PollFlags::IN)];
-        let mut tick = if self.busy.elapsed() < QUIET_AFTER { IDLE_TICK } else { QUIET_TICK };
+        let is_busy = self.busy.elapsed() < LONG_IDLE_AFTER;
+        let mut timeout = if is_busy { IDLE_INTERVAL } else { LONG_IDLE_INTERVAL };
         if !is_idle {
             let interval = self.send_loop.sender.call_interval();
-            tick = interval.and_then(|interval| interval.try_into().ok()).unwrap_or(tick);
+            timeout = interval.and_then(|interval| interval.try_into().ok()).unwrap_or(timeout);
             let Some(fds) = self.send_loop.sender.poll_fds() else { return };
             polled.extend(fds);
         }
-        // Whatever ended the wait, the caller checks all sources.
-        let _ = poll(&mut polled, Some(&tick));
+        // The result does not matter, because the caller checks all sources.
+        let _ = poll(&mut polled, Some(&timeout));
         if polled[0].revents().contains(PollFlags::IN) {
             // The count carries no information, so a failed read loses nothing.
             let _ = rustix::io::read(&self.shared.wakeup, &mut [0; 8]);
@@ -311,11 +318,12 @@ impl SenderTurns {
 
     fn record_shortage(&self, no_room: Option<NoRoom>) {
         let was_short_of_room = self.shared.is_short_of_room.load(Relaxed);
-        // A node that is away either returns or is removed. Only what follows is a lasting
+        // A node that is away either returns or is removed. Only the state after that is a lasting
         // shortage.
         let is_another = !was_short_of_room || matches!(no_room, Some(NoRoom::Away(_)));
         if no_room.is_some() && is_another {
-            // Before the flag: a reader must not take this shortage for the previous one.
+            // Must be counted before the flag is set, so that a reader does not mistake this
+            // shortage for the previous one.
             self.shared.shortages.fetch_add(1, Relaxed);
         }
         let text = no_room.map(|error| match error {

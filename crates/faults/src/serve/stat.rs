@@ -1,18 +1,19 @@
 //! Fields of `/proc/PID/stat`.
 
-/// When the process was started, in clock ticks since the start of the machine.
+/// Field number of the start time of the process, in clock ticks since the start of the machine.
 pub(super) const START: usize = 19;
-/// Where the program's code begins and ends, and its stack begins.
+/// Field numbers of the addresses at which the code begins and ends, and the stack begins.
 pub(super) const CODE_AND_STACK: [usize; 3] = [23, 24, 25];
-/// The core on which the thread ran last.
+/// Field number of the core on which the thread ran last.
 pub(super) const PROCESSOR: usize = 36;
 
-/// A field by its number after the name. The name may contain spaces and parentheses.
+/// Returns a numeric field. Fields are counted after the name, which may contain spaces and
+/// parentheses.
 pub(super) fn field(text: &[u8], index: usize) -> Option<u64> {
     word(text, index)?.parse().ok()
 }
 
-/// The same, as text.
+/// Returns a field as text.
 fn word(text: &[u8], index: usize) -> Option<&str> {
     let end = text.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(&text[end + 1..]).ok()?;

@@ -1,6 +1,6 @@
-//! One thread for each tenant, as long as the tenant has something for it to do.
+//! Threads for the work of one tenant each, which end when the tenant has no work.
 //!
-//! What these threads do to hostile programs can take any time: such a program can hold its own
+//! An operation on a hostile program can take any time, because such a program can hold its own
 //! locks in the kernel. Then only programs of the same user wait.
 
 use std::collections::HashMap;
@@ -20,15 +20,16 @@ pub(super) struct TenantThreads {
 }
 
 impl TenantThreads {
-    /// No threads, which will have this name.
+    /// Creates a set without threads. `name` is the name of future threads.
     pub fn new(name: &'static str) -> Self {
         Self { name, threads: Mutex::default() }
     }
 
-    /// Wakes the thread of a tenant, or starts one. The tenant must have something to do by now.
+    /// Wakes the thread of a tenant, or starts one that calls `run`. The work must be visible to
+    /// the thread before the call.
     ///
     /// # Errors
-    /// If there is no thread and none can be started.
+    /// If the tenant has no thread, and none can be started.
     pub fn wake(&self, tenant: u32, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let mut threads = self.threads.lock();
         if let Some(thread) = threads.get(&tenant) {
@@ -40,9 +41,9 @@ impl TenantThreads {
         Ok(())
     }
 
-    /// Called by the thread of a tenant: whether it must end, because there is nothing to do.
+    /// Returns whether the calling thread of a tenant must end, because the tenant has no work.
     ///
-    /// `is_idle` is asked while no other thread can wake this one.
+    /// `is_idle` is called while no other thread can wake this one.
     pub fn ends(&self, tenant: u32, is_idle: impl FnOnce() -> bool) -> bool {
         let mut threads = self.threads.lock();
         let ends = is_idle();
@@ -53,25 +54,28 @@ impl TenantThreads {
     }
 }
 
-/// Threads of a tenant that have not come back in time, at most.
+/// Maximum number of threads of a tenant that have exceeded their time.
 const LATE_MAX: usize = 4;
 
-/// Work of which each tenant has only one piece done at a time, in a thread of its own.
+/// Runs work of tenants in threads, one piece of each tenant at a time.
 #[derive(Debug, Default)]
 pub(crate) struct TenantTurns(Mutex<HashMap<u32, Arc<Turn>>>);
 
 #[derive(Debug, Default)]
 struct Turn {
+    /// Held during a call of [`TenantTurns::turn`].
     taken: Mutex<()>,
-    /// Threads that work, late ones included.
+    /// Number of threads that work, including those that have exceeded their time.
     working: AtomicUsize,
 }
 
 impl TenantTurns {
-    /// Does a piece of work of a tenant when those before it are done, or have taken too long.
+    /// Runs a piece of work of a tenant in a new thread, after the pieces before it have ended or
+    /// exceeded their time. Returns its result.
     ///
     /// # Errors
-    /// If there is no thread for it, or it takes longer than `time_max`; then it goes on.
+    /// If there is no thread for it, or it takes longer than `time_max`. In the latter case it
+    /// continues in its thread.
     pub fn turn<T: Send + 'static>(
         &self,
         tenant: u32,
@@ -93,7 +97,7 @@ impl TenantTurns {
         let run = move || {
             let result = work();
             of_thread.working.fetch_sub(1, SeqCst);
-            // The receiver may have gone.
+            // If the work is late, the receiver does not exist any more.
             let _ = sender.send(result);
         };
         std::thread::Builder::new().name("knock".into()).spawn(run)?;
@@ -108,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_that_takes_too_long_holds_up_no_other() {
+    fn work_that_takes_too_long_does_not_delay_others() {
         const LONG: Duration = Duration::from_secs(3600);
         let turns = TenantTurns::default();
         let (release, wait) = mpsc::channel::<()>();
@@ -127,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn work_that_comes_while_a_thread_ends_is_done() {
+    fn work_that_arrives_while_a_thread_ends_is_done() {
         let threads = Arc::new(TenantThreads::new("test"));
         let (work, done) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
         for round in 1..=1000 {

@@ -10,10 +10,11 @@ use parking_lot::Mutex;
 
 use super::run::Run;
 
-/// Most tenants without a run; of further ones, the lowest is forgotten and counts from 0 again.
+/// Maximum number of tenants with ended runs. A further one replaces the lowest, whose counters
+/// begin at 0 again.
 const TENANTS_MAX: usize = 1024;
 
-/// Adds the counters of a run.
+/// Adds the counters of a run to its tenant.
 fn count(tenant: &mut TenantStatistics, run: &RunStatistics) {
     tenant.faults += run.faults;
     tenant.remote_reads += run.remote_reads;
@@ -21,7 +22,7 @@ fn count(tenant: &mut TenantStatistics, run: &RunStatistics) {
     tenant.lost_pages += run.lost_pages;
 }
 
-/// Adds the memory and the counters of a run.
+/// Adds the memory and the counters of a run to its tenant.
 fn add(tenant: &mut TenantStatistics, run: &RunStatistics) {
     tenant.runs += 1;
     tenant.processes += run.processes;
@@ -42,7 +43,7 @@ impl EndedRuns {
         count(entry(&mut tenants, run.tenant()), &run.report());
     }
 
-    /// Statistics of ended runs and of the given runs, by tenant.
+    /// Returns the statistics of ended runs and of the given runs, by tenant.
     pub fn with_runs<'a>(&self, runs: impl Iterator<Item = &'a Arc<Run>>) -> Vec<TenantStatistics> {
         let mut tenants = self.0.lock().clone();
         for run in runs {
@@ -55,7 +56,7 @@ impl EndedRuns {
     }
 }
 
-/// The entry of a tenant; makes room for it if there are too many.
+/// Returns the entry of a tenant. If there are too many tenants, replaces the lowest.
 fn entry(tenants: &mut BTreeMap<u32, TenantStatistics>, tenant: u32) -> &mut TenantStatistics {
     if tenants.len() >= TENANTS_MAX && !tenants.contains_key(&tenant) {
         tenants.pop_first();

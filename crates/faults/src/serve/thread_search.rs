@@ -1,7 +1,8 @@
-//! Finds the process of a thread whose number is one of its own PID namespace.
+//! Search for the process of a thread whose number is one of its own PID namespace.
 //!
-//! Of a stranger's process only `/proc/PID/status` is read, and its list of threads: to open other
-//! files the kernel can wait for the process, for ever if it is hostile.
+//! For a process that may be another user's, this reads only `/proc/PID/status` and the list of
+//! threads. Opening other files can make the kernel wait for the process, for ever if it is
+//! hostile.
 
 use std::cell::Cell;
 use std::cmp::Reverse;
@@ -9,30 +10,31 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-/// Processes that are proposed at most.
+/// Maximum number of candidates that a search returns.
 const CANDIDATES_MAX: usize = 1024;
-/// Statuses that are read in one search at most. Each takes some 13 µs.
+/// Maximum number of status files that one search reads. Each takes some 13 µs.
 const STATUSES_MAX: usize = 1 << 14;
-/// Parents that are looked at, from a process on.
+/// Maximum number of ancestors of a process that a search checks.
 const GENERATIONS_MAX: usize = 32;
 
-/// What is known of the process that is looked for.
+/// A search for the process of a forked child.
 #[derive(Debug)]
 pub(crate) struct ThreadSearch {
-    /// The process that has forked it, if that is known.
+    /// The parent of the process, if it is known.
     pub parent: Option<u32>,
     /// The processes of the run's programs.
     pub programs: Vec<u32>,
     /// The user of the run.
     pub tenant: u32,
-    /// Other PID namespaces are looked at, too, if a child of the programs has the number here, and
-    /// all threads there.
+    /// Whether to search other PID namespaces even if a child of the programs has the number in the
+    /// agent's namespace, and to search all threads there.
     pub is_wide: bool,
 }
 
 impl ThreadSearch {
-    /// The process with such a thread here, and those that may have one in another PID namespace:
-    /// of the run or its user, and no programs yet. The most likely are first.
+    /// Returns the process that has this thread in the agent's PID namespace, and the processes
+    /// that may have it in another one. They belong to the run or its user, and are no programs
+    /// yet. The most likely ones are first.
     pub fn processes_with(&self, thread: u32) -> Vec<u32> {
         let here = Status::read(thread).filter(|status| self.may_be(status));
         let is_child = here.as_ref().is_some_and(|status| self.programs.contains(&status.parent));
@@ -41,13 +43,15 @@ impl ThreadSearch {
         here.into_iter().chain(others).take(CANDIDATES_MAX).collect()
     }
 
-    /// Whether the process with such a thread here is a child of the run's programs.
+    /// Whether the process with this thread in the agent's PID namespace is a child of the run's
+    /// programs.
     pub fn is_child(&self, thread: u32) -> bool {
         Status::read(thread).is_some_and(|status| self.programs.contains(&status.parent))
     }
 
-    /// Processes of other PID namespaces that have this number there, or one of whose threads has
-    /// it: children of the parent first, then others that descend from a program, then the rest.
+    /// Returns the processes of other PID namespaces that have this number there, or that have a
+    /// thread with it. Children of the parent are first, then other descendants of a program, then
+    /// the rest.
     fn of_other_namespaces(&self, number: u32) -> Vec<u32> {
         let Ok(folders) = fs::read_dir("/proc") else { return Vec::new() };
         let numbers = folders.flatten().filter_map(|folder| folder.file_name().to_str()?.parse().ok());
@@ -87,8 +91,8 @@ impl ThreadSearch {
     }
 }
 
-/// Whether a process of another PID namespace has a thread with this number there. Reads no more
-/// statuses than are left, and subtracts them.
+/// Whether a process of another PID namespace has a thread with this number there. Reads at most
+/// `left` status files, and subtracts those that it reads.
 fn has_thread(process: u32, number: u32, left: &Cell<usize>) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{process}/task")) else { return false };
     let threads = threads.flatten().take_while(|_| left.get() > 0).inspect(|_| left.set(left.get() - 1));
@@ -96,7 +100,7 @@ fn has_thread(process: u32, number: u32, left: &Cell<usize>) -> bool {
     statuses.into_iter().any(|status| status.inner_number == Some(number))
 }
 
-/// Of `/proc/PID/status`.
+/// Fields of `/proc/PID/status`.
 #[derive(PartialEq, Eq, Debug)]
 struct Status {
     process: u32,
@@ -113,7 +117,7 @@ impl Status {
     }
 
     fn read_file(path: &Path) -> Option<Self> {
-        // The name of a program is any bytes.
+        // The name of a program may be any bytes.
         let text = fs::read(path).ok()?;
         Self::parse(&String::from_utf8_lossy(&text))
     }

@@ -1,11 +1,11 @@
-//! Finds processes of runs that are not paged, because they have executed a program without the
-//! shim.
+//! Detection of processes of runs that are not paged, because they have executed a program without
+//! the shim.
 //!
-//! A process belongs to the run of its next ancestor that has started one or is paged in one. It is
-//! paged if the shim is in its memory map: the shim ends a process that it cannot attach.
+//! A process belongs to the run of its nearest ancestor that has opened a run or is paged in one.
+//! It is paged if the shim is in its memory map: the shim ends a process that it cannot attach.
 //!
-//! Of a process that belongs to no run of the tenant only `/proc/PID/status` is read. To open other
-//! files the kernel can wait for the process, for ever if it is hostile.
+//! For a process outside of the tenant's runs, this reads only `/proc/PID/status`. Opening other
+//! files can make the kernel wait for the process, for ever if it is hostile.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
@@ -23,31 +23,31 @@ use super::PagingService;
 use super::run::Run;
 use super::stat;
 
-/// A process that has loaded neither the shim nor libc for so long will load no shim.
+/// Time after which a process that has loaded neither the shim nor libc will load no shim.
 const LOADING_TIME: Duration = Duration::from_secs(10);
-/// Shortest time between two looks at all processes,
+/// Minimum time between two checks of all processes.
 const INTERVAL_MIN: Duration = Duration::from_millis(500);
-/// and the time as a multiple of what a look has taken.
+/// Minimum time between two checks, as a multiple of the duration of a check.
 const INTERVAL_FACTOR: u32 = 100;
-/// Most such processes of a run that are shown, and most that its owner is told of.
+/// Maximum number of unpaged processes of a run that are reported.
 const PER_RUN_MAX: usize = 16;
-/// Most ancestors of a process.
+/// Maximum number of ancestors of a process that are checked.
 const GENERATIONS_MAX: usize = 64;
-/// The libraries by which a process is paged. The dynamic linker loads them before all others.
+/// The libraries that page a process. The dynamic linker loads them before all others.
 const LIBRARIES: [&str; 3] = ["/libaquifer_shim.so", "/libaquifer-malloc.so", "/libaquifer_malloc.so"];
 
-/// What shows that the dynamic linker has begun with the other libraries.
+/// The C library, whose presence shows that the dynamic linker has begun with the other libraries.
 const LIBC: [&str; 2] = ["/libc.so.6", "/libc-2."];
-/// Bytes of a memory map that are looked at at once,
+/// Number of bytes of a memory map that are searched at once.
 const MAPS_PIECE_BYTES: usize = 1 << 16;
-/// and the most pieces of one map: 64 MiB.
+/// Maximum number of pieces of one map: 64 MiB.
 const MAPS_PIECES_MAX: usize = 1024;
-/// Longer than the names that are looked for.
+/// Overlap of two pieces in bytes: more than the length of any name that is searched for.
 const NAME_BYTES_MAX: usize = 32;
 const AT_BASE: u64 = 7;
 const AT_SECURE: u64 = 23;
 
-/// Watches the processes of a tenant's new run.
+/// Starts to watch the processes of a tenant's new run.
 pub(super) fn announce_run(service: &Arc<PagingService>, tenant: u32) {
     let weak = Arc::downgrade(service);
     if let Err(error) = service.unpaged_watches.wake(tenant, move || watch(&weak, tenant)) {
@@ -57,7 +57,7 @@ pub(super) fn announce_run(service: &Arc<PagingService>, tenant: u32) {
 
 /// The loop of a tenant's thread, which ends when the tenant has no run.
 fn watch(service: &Weak<PagingService>, tenant: u32) {
-    let mut seen = Seen::default();
+    let mut known = KnownProcesses::default();
     while let Some(service) = service.upgrade() {
         let began = Instant::now();
         let runs = service.runs_of(tenant);
@@ -65,7 +65,7 @@ fn watch(service: &Weak<PagingService>, tenant: u32) {
             return;
         }
         drop(service);
-        look(&runs, &mut seen);
+        check(&runs, &mut known);
         drop(runs);
         std::thread::park_timeout(INTERVAL_MIN.max(began.elapsed() * INTERVAL_FACTOR));
     }
@@ -75,33 +75,36 @@ fn watch(service: &Weak<PagingService>, tenant: u32) {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Image {
     process: u32,
-    /// When the process was started, in clock ticks.
+    /// The start time of the process, in clock ticks.
     start: u64,
-    /// The addresses of its code and of its stack, which are others after each `execve`.
+    /// The addresses of the code and of the stack, which change at each `execve`.
     place: [u64; 3],
 }
 
-/// What is known of the processes of a user's runs.
+/// The results of earlier checks of a user's runs.
 #[derive(Debug, Default)]
-struct Seen {
+struct KnownProcesses {
     images: HashMap<Image, Verdict>,
-    /// Of each run, what its owner was told: names and reasons.
-    told: HashMap<u64, HashSet<(String, String)>>,
+    /// The names and reasons that were reported to the owner of each run, by the number of the run.
+    reported: HashMap<u64, HashSet<(String, String)>>,
 }
 
-/// What is known of an image.
+/// The result of the checks of an image.
 #[derive(Clone, Debug)]
 enum Verdict {
+    /// The process is paged.
     Paged,
-    /// It has no shim, and was first seen then.
+    /// The process has not loaded the shim yet. The time is that of the first check.
     Loading(Instant),
+    /// The process is not paged.
     Unpaged(UnpagedProcess),
 }
 
-fn look(runs: &[Arc<Run>], seen: &mut Seen) {
+/// Checks all processes of a user's runs.
+fn check(runs: &[Arc<Run>], known: &mut KnownProcesses) {
     let parents = all_parents();
     let owners: HashSet<u32> = runs.iter().filter_map(|run| run.living_owner()).collect();
-    // A program that its owner is about to execute.
+    // A child of the owner that has not executed its program yet has the same image.
     let owner_places: HashSet<[u64; 3]> =
         owners.iter().filter_map(|owner| Some(read_image(*owner)?.place)).collect();
     let roots = roots(runs);
@@ -116,21 +119,21 @@ fn look(runs: &[Arc<Run>], seen: &mut Seen) {
             continue;
         };
         alive.insert(image);
-        let verdict = seen.images.entry(image).or_insert_with(|| Verdict::Loading(Instant::now()));
+        let verdict = known.images.entry(image).or_insert_with(|| Verdict::Loading(Instant::now()));
         if let Verdict::Loading(since) = verdict
             && !is_stopped
         {
             *verdict = judge(*process, *is_first_dead, *since);
             if let Verdict::Unpaged(found) = verdict {
-                report(&runs[run], image, found, seen.told.entry(runs[run].id()).or_default());
+                report(&runs[run], image, found, known.reported.entry(runs[run].id()).or_default());
             }
         }
         if let Verdict::Unpaged(found) = verdict {
             unpaged[run].push(found.clone());
         }
     }
-    seen.images.retain(|image, _| alive.contains(image));
-    seen.told.retain(|id, _| runs.iter().any(|run| run.id() == *id));
+    known.images.retain(|image, _| alive.contains(image));
+    known.reported.retain(|id, _| runs.iter().any(|run| run.id() == *id));
     for (run, mut unpaged) in runs.iter().zip(unpaged) {
         unpaged.sort_by_key(|process: &UnpagedProcess| process.pid);
         unpaged.truncate(PER_RUN_MAX);
@@ -138,14 +141,14 @@ fn look(runs: &[Arc<Run>], seen: &mut Seen) {
     }
 }
 
-/// The living processes whose descendants belong to a run, and the places of their runs.
+/// Returns the living processes whose descendants belong to a run, with the index of the run.
 fn roots(runs: &[Arc<Run>]) -> HashMap<u32, usize> {
     let mut roots = HashMap::new();
     for (number, run) in runs.iter().enumerate() {
         let programs: Vec<u32> =
             run.programs().iter().filter_map(|program| program.living_process()).collect();
         let owner = run.living_owner();
-        // Of a run whose program has opened it itself, only the program's own heap is paged.
+        // If a program has opened its run itself, only its own heap is paged, and no descendant.
         if owner.is_some_and(|owner| programs.contains(&owner)) {
             continue;
         }
@@ -156,17 +159,18 @@ fn roots(runs: &[Arc<Run>]) -> HashMap<u32, usize> {
 
 type Parents = HashMap<u32, Parent>;
 
-/// What is known of any process that has not ended.
+/// The parent and the state of a process that has not ended.
 #[derive(Debug)]
 struct Parent {
     parent: u32,
-    /// By a signal, or by a tracer: so it may load its libraries later.
+    /// Whether a signal or a tracer has stopped the process, so that it may load its libraries
+    /// later.
     is_stopped: bool,
-    /// Its first thread has ended, and others have not.
+    /// Whether the first thread has ended, and others have not.
     is_first_dead: bool,
 }
 
-/// The parents of all processes that have not ended.
+/// Returns the parents of all processes that have not ended.
 fn all_parents() -> Parents {
     let Ok(folders) = fs::read_dir("/proc") else { return HashMap::new() };
     let numbers = folders.flatten().filter_map(|folder| folder.file_name().to_str()?.parse().ok());
@@ -178,8 +182,8 @@ fn read_parent(number: u32) -> Option<Parent> {
     parent_in(&String::from_utf8_lossy(&text))
 }
 
-/// What the text of a `/proc/PID/status` says; `None` if the process has ended. Its first thread
-/// may have ended before the others.
+/// Parses the text of `/proc/PID/status`. Returns `None` if the process has ended; a process whose
+/// first thread alone has ended still lives.
 fn parent_in(status: &str) -> Option<Parent> {
     let word = |name| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
@@ -193,7 +197,7 @@ fn parent_in(status: &str) -> Option<Parent> {
     is_alive.then_some(Parent { parent, is_stopped, is_first_dead })
 }
 
-/// What a process of a run executes.
+/// Reads the image of a process.
 fn read_image(number: u32) -> Option<Image> {
     let text = fs::read(format!("/proc/{number}/stat")).ok()?;
     let mut place = [0; 3];
@@ -203,7 +207,7 @@ fn read_image(number: u32) -> Option<Image> {
     Some(Image { process: number, start: stat::field(&text, stat::START)?, place })
 }
 
-/// The run to which a process belongs, by its place.
+/// Returns the index of the run to which a process belongs.
 fn run_of(mut process: u32, processes: &Parents, roots: &HashMap<u32, usize>) -> Option<usize> {
     for _ in 0..GENERATIONS_MAX {
         if let Some(run) = roots.get(&process) {
@@ -214,7 +218,7 @@ fn run_of(mut process: u32, processes: &Parents, roots: &HashMap<u32, usize>) ->
     None
 }
 
-/// Whether a process is paged that was seen first at this time.
+/// Determines whether a process is paged. `since`: the time of its first check.
 fn judge(process: u32, is_first_dead: bool, since: Instant) -> Verdict {
     // A thread that has ended has no memory.
     let thread = if is_first_dead { living_thread(process) } else { Some(process) };
@@ -225,7 +229,7 @@ fn judge(process: u32, is_first_dead: bool, since: Instant) -> Verdict {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Verdict::Unpaged(unpaged(process, OTHER_RIGHTS));
         }
-        // It has ended.
+        // The process has ended.
         Err(_) => return Verdict::Loading(since),
     };
     if loaded.shim {
@@ -242,7 +246,7 @@ fn judge(process: u32, is_first_dead: bool, since: Instant) -> Verdict {
     }
 }
 
-/// A thread of a process that has not ended.
+/// Returns a thread of a process that has not ended.
 fn living_thread(process: u32) -> Option<u32> {
     let threads = fs::read_dir(format!("/proc/{process}/task")).ok()?.flatten();
     let numbers = threads.filter_map(|thread| thread.file_name().to_str()?.parse().ok());
@@ -252,11 +256,12 @@ fn living_thread(process: u32) -> Option<u32> {
     })
 }
 
-/// Libraries in a memory map.
+/// The libraries that were found in a memory map.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 struct Loaded {
+    /// Whether the map is not empty.
     anything: bool,
-    /// The map is too long, and may have more.
+    /// Whether the map is too long, and may have more libraries.
     is_cut: bool,
     shim: bool,
     libc: bool,
@@ -264,8 +269,8 @@ struct Loaded {
 }
 
 impl Loaded {
-    /// Looks through the text of a `/proc/PID/maps` in pieces. A path in it may be as long as a
-    /// program wants.
+    /// Searches the text of `/proc/PID/maps` in pieces, because a program can make a path in it as
+    /// long as it wants.
     fn find_in(mut maps: impl Read) -> io::Result<Self> {
         let (mut found, mut piece, mut kept) = (Self::default(), vec![0; MAPS_PIECE_BYTES], 0);
         for _ in 0..MAPS_PIECES_MAX {
@@ -274,15 +279,15 @@ impl Loaded {
                 return Ok(found);
             }
             let end = kept + length;
-            found.look_at(&String::from_utf8_lossy(&piece[..end]));
-            // A name may go on in the next piece.
+            found.search(&String::from_utf8_lossy(&piece[..end]));
+            // A name may continue in the next piece.
             kept = end.min(NAME_BYTES_MAX);
             piece.copy_within(end - kept..end, 0);
         }
         Ok(Self { is_cut: true, ..found })
     }
 
-    fn look_at(&mut self, text: &str) {
+    fn search(&mut self, text: &str) {
         let has = |names: &[&str]| names.iter().any(|name| text.contains(name));
         self.anything = true;
         self.shim |= has(&LIBRARIES);
@@ -309,8 +314,8 @@ fn unpaged(process: u32, reason: &str) -> UnpagedProcess {
 const OTHER_RIGHTS: &str = "it has rights that its user does not have, so that no library is loaded into it";
 const PRELOAD_REMOVED: &str = "LD_PRELOAD was removed or replaced, as env -i, sudo and wrappers do";
 
-/// Why a process without the shim will not load it, by what it has loaded and its auxiliary vector;
-/// `None` if it may.
+/// Returns the reason why a process without the shim will not load it; `None` if it still may.
+/// `loaded`: the libraries of the process. `auxiliary`: its auxiliary vector.
 fn reason(loaded: Loaded, auxiliary: &[u8], is_linker: impl FnOnce() -> bool) -> Option<&'static str> {
     let value = |wanted| auxiliary_value(auxiliary, wanted);
     if value(AT_SECURE).is_some_and(|secure| secure != 0) {
@@ -324,32 +329,34 @@ fn reason(loaded: Loaded, auxiliary: &[u8], is_linker: impl FnOnce() -> bool) ->
     }
 }
 
-/// A value of the auxiliary vector.
+/// Returns a value of the auxiliary vector.
 fn auxiliary_value(vector: &[u8], wanted: u64) -> Option<u64> {
     let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("8 bytes"));
     let mut entries = vector.chunks_exact(16).map(|entry| (word(&entry[..8]), word(&entry[8..])));
     entries.find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
 }
 
-/// Tells the owner of the run once for each name and reason, and ends the run if it is strict.
-fn report(run: &Run, image: Image, found: &UnpagedProcess, told: &mut HashSet<(String, String)>) {
+/// Reports an unpaged process to the owner of the run, once for each name and reason. Ends the run
+/// if it is strict.
+fn report(run: &Run, image: Image, found: &UnpagedProcess, reported: &mut HashSet<(String, String)>) {
     let UnpagedProcess { pid, name, reason } = found;
     if run.is_strict() {
         run.end(&format!("process {pid} ({name}) is not paged, and --strict forbids that: {reason}"));
         if let Err(error) = kill(image, run.tenant()) {
             tracing::warn!(%error, pid, "cannot end a process that is not paged");
         }
-    } else if told.len() < PER_RUN_MAX && told.insert((name.clone(), reason.clone())) {
+    } else if reported.len() < PER_RUN_MAX && reported.insert((name.clone(), reason.clone())) {
         tracing::info!(pid, name, reason, "a process of a run is not paged");
         run.notify_owner(&format!("process {pid} ({name}) is not paged: {reason}"));
     }
 }
 
-/// Kills the process of an image with the rights of a user.
+/// Kills the process of an image with the permissions of a user.
 fn kill(image: Image, user: u32) -> std::io::Result<()> {
     let number = i32::try_from(image.process).ok().and_then(Pid::from_raw);
     let pidfd = pidfd_open(number.ok_or(std::io::ErrorKind::NotFound)?, PidfdFlags::empty())?;
-    // The number may be another process's by now, but not after this.
+    // The pidfd may be that of another process that reuses the number. It is not if the process
+    // still has the image.
     match read_image(image.process) {
         Some(found) if found == image => kill_as(user, pidfd.as_fd()),
         _ => Ok(()),
@@ -381,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_shows_that_no_shim_follows_is_a_reason() {
+    fn a_process_that_may_still_load_the_shim_is_not_reported() {
         let vector = |base: u64, secure: u64| -> Vec<u8> {
             [AT_BASE, base, AT_SECURE, secure].iter().flat_map(|word| word.to_ne_bytes()).collect()
         };

@@ -1,9 +1,10 @@
-//! Memory that has no monitor and may still have a process: that of a forked child that cannot be
-//! served, and that of a program which has been killed and has not ended yet.
+//! Memory without a monitor that may still have a process: the memory of a forked child that cannot
+//! be served, or of a program that was killed and has not ended yet.
 //!
-//! Its userfaultfd stays open until the memory is gone: when it is closed, missing pages read as
-//! zeros. The canary is filled, so that a child says hello and is refused with the reason; then the
-//! shim ends it. A process that faults on another page is identified by that fault, and killed.
+//! The userfaultfd of the memory stays open until the memory is gone, because missing pages read as
+//! zeros once it is closed. The canary is filled, so that a child sends its hello and is refused
+//! with the reason; then the shim ends the child. A process that faults on another page is
+//! identified by that fault, and killed.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -22,34 +23,35 @@ use super::tenant_threads::TenantThreads;
 use crate::kernel::{FillStop, PageFault, UffdMessage};
 use crate::uffd::Userfaultfd;
 
-/// Interval at which all are polled.
+/// Interval at which all unserved memories are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Most such memories of one tenant. Of further ones the userfaultfd is closed, because a program
-/// that is to end must not use up the descriptors of others.
+/// Maximum number of unserved memories of one tenant. The userfaultfds of further ones are closed,
+/// because a program that must end must not use up the descriptors of others.
 const PER_TENANT_MAX: usize = 1024;
-/// Descriptors of such a memory, and for the threads of its tenant.
+/// Number of descriptors of an unserved memory, including those for the threads of its tenant.
 pub(super) const UNSERVED_DESCRIPTORS: usize = 4;
 
-/// All such memory.
+/// The unserved memories of all tenants.
 #[derive(Debug)]
 pub(super) struct UnservedMemories {
     memories: Mutex<HashMap<u32, Vec<UnservedMemory>>>,
     threads: TenantThreads,
 }
 
-/// The memory of one process.
+/// The unserved memory of one process.
 #[derive(Debug)]
 pub(super) struct UnservedMemory {
     uffd: Userfaultfd,
     canary: Canary,
-    /// The user with whose rights its processes are killed.
+    /// The user with whose permissions the processes of the memory are killed.
     tenant: u32,
-    /// Whether the keeper holds it, under the number of its canary.
+    /// Whether the keeper holds the memory, under the number of the canary.
     is_in_keeper: bool,
-    /// Whether a thread is killing a process of it. It may wait for a hostile program.
+    /// Whether a thread is killing a process of the memory. It may wait for a hostile program.
     is_killing: Arc<AtomicBool>,
-    /// Whether a fault that another agent has read must be reported once more.
+    /// Whether waiting threads must be woken once, because another agent may have read their
+    /// faults.
     must_wake: bool,
     _descriptors: DescriptorCharge,
 }
@@ -61,7 +63,7 @@ impl Default for UnservedMemories {
 }
 
 impl UnservedMemories {
-    /// Adds memory. Its run must have an end reason, or not exist.
+    /// Adds a memory. Its run must have an end reason, or not exist.
     pub fn add(&self, service: &Arc<PagingService>, memory: UnservedMemory) {
         let tenant = memory.tenant;
         self.push(service, memory);
@@ -91,7 +93,8 @@ impl UnservedMemories {
 
     /// Kills the processes that a fault has identified, and drops memory that is gone.
     fn poll(&self, service: &PagingService, tenant: u32) {
-        // Without the lock: a hostile program can make the read of its userfaultfd wait.
+        // The lock must not be held, because a hostile program can make the read of its userfaultfd
+        // wait.
         let mut memories = self.memories.lock().remove(&tenant).unwrap_or_default();
         let mut forked = Vec::new();
         memories.retain_mut(|memory| {
@@ -109,14 +112,14 @@ impl UnservedMemories {
     }
 }
 
-/// Drops what has the userfaultfd of a program, in a thread: its last close waits for the lock of
-/// the memory, which a hostile program can hold for ever.
+/// Drops a value with the userfaultfd of a program, in a new thread: its last close waits for the
+/// lock of the memory, which a hostile program can hold for ever.
 pub(super) fn close_in_thread(value: impl Send + 'static) {
-    // If there is no thread, it is dropped here.
+    // If no thread can be started, the value is dropped here.
     let _started = std::thread::Builder::new().name("close".into()).spawn(move || drop(value));
 }
 
-/// The loop of a tenant's thread, which ends when there is no such memory of the tenant.
+/// The loop of a tenant's thread, which ends when the tenant has no unserved memory.
 fn poll_all(service: &Weak<PagingService>, tenant: u32) {
     while let Some(service) = service.upgrade() {
         let unserved = &service.unserved;
@@ -141,9 +144,8 @@ impl UnservedMemory {
         Self { uffd, canary, tenant, is_in_keeper, is_killing, must_wake: true, _descriptors: descriptors }
     }
 
-    /// Kills the process if a fault has identified it; returns whether the memory may still exist.
-    ///
-    /// That of children that it has forked is appended to `forked`.
+    /// Kills the process if a fault has identified it. Returns whether the memory may still exist.
+    /// Appends the memories of forked children to `forked`.
     fn poll(&mut self, forked: &mut Vec<Self>, service: &PagingService) -> bool {
         // Repeated, because the kernel refuses the fill while an event is unread.
         if self.canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
@@ -161,8 +163,8 @@ impl UnservedMemory {
                 UffdMessage::Fault(fault) => self.kill_or_refuse(fault),
                 UffdMessage::Fork(fd) => {
                     let uffd = Userfaultfd::from(fd);
-                    // Without random bytes the nonce is known: it only chooses the process to kill,
-                    // with no more than the rights of the user.
+                    // Without random bytes the nonce is predictable. That is harmless: it only
+                    // selects the process to kill, with the permissions of the user.
                     let nonce = new_nonce().unwrap_or_default();
                     let canary = Canary { number: service.next_program(), nonce, ..self.canary };
                     let shares = service.agent.descriptors();
@@ -177,15 +179,15 @@ impl UnservedMemory {
         true
     }
 
-    /// Kills the process that faults if it has this memory. It must be named by its first thread.
-    /// Any other that reads this memory gets an error for the page: no process would fill it, and
-    /// the memory lasts as long as the reader waits.
+    /// Kills the process that faults, if it has this memory and its first thread faults. Poisons
+    /// the page for any other process that reads this memory: no process would fill the page, and
+    /// the memory exists as long as the reader waits.
     ///
-    /// In a thread, because the proof may wait for a hostile program.
+    /// Uses a thread, because the proof may wait for a hostile program.
     fn kill_or_refuse(&self, fault: PageFault) {
         let pid = fault.thread;
         if self.is_killing.swap(true, Relaxed) {
-            // Reported once more.
+            // The thread touches the page again, so that the fault is reported again.
             self.uffd.wake(fault.page);
             return;
         }
@@ -208,8 +210,8 @@ impl UnservedMemory {
     }
 }
 
-/// Kills a process that has the canary, with no more than the rights of the tenant: the canary may
-/// have been read before, so it proves nothing that must not be wrong.
+/// Kills a process that has the canary, with the permissions of the tenant. The canary is no safe
+/// proof here, because it may have been read before.
 fn kill_found(pid: u32, canary: Canary, tenant: u32) -> Result<(), ProofError> {
     let process = UnprovenProcess::numbered(pid)?.prove(|| Some(canary))?;
     Ok(kill_as(tenant, process.pidfd())?)

@@ -1,4 +1,4 @@
-//! Histories of operations on one key, and whether some order explains them.
+//! A checker of linearisability for histories of operations on one key.
 
 use std::collections::HashSet;
 
@@ -7,11 +7,11 @@ use shuttle::sync::{Arc, Mutex};
 /// An operation with its result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation {
-    /// A read, and what it found.
+    /// A read, with the value that it returned.
     Get(Option<u64>),
-    /// A value was put.
+    /// A put of a value.
     Put(u64),
-    /// A deletion, and whether there was a value.
+    /// A deletion, with whether there was a value.
     Delete(bool),
 }
 
@@ -19,7 +19,7 @@ pub enum Operation {
 struct Event {
     operation: Operation,
     began: u64,
-    /// `u64::MAX` if it did not end: it may have been done, or not.
+    /// `u64::MAX` if the operation did not end: it may have taken effect.
     ended: u64,
 }
 
@@ -38,7 +38,7 @@ impl History {
         Self(Arc::new(Mutex::new(Events::default())))
     }
 
-    /// Notes that an operation begins. Its result is not known yet.
+    /// Records that an operation begins. Its result is not known yet.
     pub fn begin(&self, operation: Operation) -> usize {
         let mut events = self.0.lock().expect("no client panics");
         events.time += 1;
@@ -47,7 +47,7 @@ impl History {
         events.events.len() - 1
     }
 
-    /// Notes that an operation has ended, with its result.
+    /// Records that an operation has ended, with its result.
     pub fn end(&self, pending: usize, operation: Operation) {
         let mut events = self.0.lock().expect("no client panics");
         events.time += 1;
@@ -56,9 +56,11 @@ impl History {
         (event.operation, event.ended) = (operation, ended);
     }
 
+    /// Checks that the operations are linearisable.
+    ///
     /// # Panics
-    /// If the results are not those of the operations in any order in which each takes effect
-    /// between its begin and its end.
+    /// If no order in which each operation takes effect between its begin and its end has these
+    /// results.
     pub fn check(&self) {
         let events = &self.0.lock().expect("no client panics").events;
         assert!(is_explained(events, None, 0, &mut HashSet::new()), "no order explains {events:#?}");
@@ -80,7 +82,7 @@ fn is_explained(
     if first_end == u64::MAX {
         return true;
     }
-    // Only what began before anything else has ended can be next.
+    // The next operation must have begun before any other one ended.
     left().filter(|(_, event)| event.began < first_end).any(|(at, event)| {
         let next = match event.operation {
             Operation::Put(number) => Some(Some(number)),

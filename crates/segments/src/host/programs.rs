@@ -70,11 +70,11 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
                 attend(host, socket, tenant, &process);
             }
         }
-        Ok(Call::Pulse) => {
+        Ok(Call::KeepAlive) => {
             // Without an answer the process gives its segments up in time.
             while host.is_member()
                 && answer(socket, &Answer::Done)
-                && matches!(next_call(socket), Some((Ok(Call::Pulse), _)))
+                && matches!(next_call(socket), Some((Ok(Call::KeepAlive), _)))
             {}
         }
         Ok(call) => {
@@ -280,7 +280,7 @@ impl Program<'_> {
             | Call::Attend { .. }
             | Call::Receive { .. }
             | Call::Serve { .. }
-            | Call::Pulse
+            | Call::KeepAlive
             | Call::Report { .. }
             | Call::ReportCopies { .. }
             | Call::Move { .. }

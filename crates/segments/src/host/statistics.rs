@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_arena::calls::{Times, Totals};
+use aquifer_arena::calls::{SegmentTotals, TimeSummary};
 use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 
@@ -38,8 +38,8 @@ impl Statistics {
 
     /// All of them.
     #[must_use]
-    pub fn totals(&self) -> Totals {
-        Totals {
+    pub fn totals(&self) -> SegmentTotals {
+        SegmentTotals {
             handed_over: self.handed_over.load(Relaxed),
             received: self.received.load(Relaxed),
             declined: self.declined.load(Relaxed),
@@ -77,10 +77,10 @@ impl TimesOf {
         recorded.sum_ns = recorded.sum_ns.saturating_add(ns);
     }
 
-    fn summary(&self) -> Times {
+    fn summary(&self) -> TimeSummary {
         let recorded = self.0.lock();
         let us = |ns: u64| ns.div_ceil(1000);
-        Times {
+        TimeSummary {
             count: recorded.histogram.len(),
             p50_us: us(recorded.histogram.value_at_quantile(0.5)),
             p99_us: us(recorded.histogram.value_at_quantile(0.99)),
@@ -109,10 +109,10 @@ mod tests {
     #[test]
     fn times_are_summed_up() {
         let times = TimesOf::default();
-        assert_eq!(times.summary(), Times::default());
+        assert_eq!(times.summary(), TimeSummary::default());
         (1..=100).for_each(|at| times.record(Duration::from_micros(at)));
         times.record(Duration::from_secs(3600));
-        let Times { count, p50_us, p99_us, .. } = times.summary();
+        let TimeSummary { count, p50_us, p99_us, .. } = times.summary();
         assert!(count == 101 && (50..=52).contains(&p50_us) && (99..=102).contains(&p99_us));
         let (sum_ns, counts) = times.between(&[10_500, 200_000]);
         assert_eq!((counts, sum_ns), (vec![10, 90, 1], 5_050_000 + 3_600_000_000_000));

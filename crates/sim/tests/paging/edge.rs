@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use aquifer_faults::{
     Area, Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoreMessages,
-    MoveOutcome, PersistentRanges, ProgramEnded, Relatives, SenderEvent, UffdMessage, WorkerPort,
+    MoveOutcome, OtherPrograms, PersistentRanges, ProgramEnded, SenderEvent, UffdMessage, WorkerPort,
 };
 use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume, view,
@@ -190,7 +190,7 @@ impl Kernel for SimEdge {
 
     fn release_buffer(&mut self, buffer: usize) {
         super::death::step();
-        self.worker.emptied(buffer);
+        self.worker.release_buffer(buffer);
     }
 
     fn forget_move(&mut self, buffer: usize, position: usize) {
@@ -500,10 +500,10 @@ impl Edge for SimEdge {
         self.run_world().processes[self.process].waits_for_block = waits;
     }
 
-    fn wake_relatives(&mut self, relatives: Relatives) {
+    fn wake_others(&mut self, others: OtherPrograms) {
         let mut world = self.run_world();
         for process in world.processes.iter_mut().filter(|process| process.id != self.process) {
-            process.is_nudged |= relatives != Relatives::WithoutBlock || process.waits_for_block;
+            process.is_nudged |= others != OtherPrograms::WithoutBlock || process.waits_for_block;
         }
     }
 

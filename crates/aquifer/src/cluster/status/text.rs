@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use aquifer_arena::calls::Totals;
+use aquifer_arena::calls::SegmentTotals;
 use aquifer_ipc::size::ByteSize;
 use aquifer_report::{AgentStatus, RunStatistics};
 
@@ -66,7 +66,7 @@ fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
         write_agent(text, agent)?;
     }
     let is_used =
-        |report: &&SegmentsStatus| !report.segments.is_empty() || report.totals != Totals::default();
+        |report: &&SegmentsStatus| !report.segments.is_empty() || report.totals != SegmentTotals::default();
     if let Some(report) = status.segments.as_ref().filter(is_used) {
         writeln!(text, "  {}", segment::summary(report))?;
     }

@@ -64,7 +64,7 @@ fn a_waiting_thread_reads_the_number_that_identifies_its_process() {
 }
 
 #[test]
-fn registered_pages_are_told_from_others_and_not_changed() {
+fn is_registered_recognises_registered_pages_and_changes_nothing() {
     let Some(uffd) = own_uffd() else {
         return aquifer_tests_support::skip("no userfaultfd that reports forks");
     };
@@ -79,7 +79,7 @@ fn registered_pages_are_told_from_others_and_not_changed() {
 }
 
 #[test]
-fn knocks_are_the_pages_behind_the_canary_and_the_proof() {
+fn pages_of_connect_back_requests_follow_the_canary_and_the_proof() {
     let canary = Canary { page: 100, number: 1, nonce: [0; 16] };
     assert!(!canary.is_knock(99) && !canary.is_knock(100));
     let proofs: Vec<Canary> = canary.of_proof(2).unwrap().collect();

@@ -1,4 +1,4 @@
-//! Forked children that cannot reach the agent's socket, and knock: see
+//! Answers to connect-back requests of forked children that cannot reach the agent's socket: see
 //! [`aquifer_ipc::knock_page`].
 
 use std::collections::HashSet;
@@ -21,19 +21,21 @@ use super::super::{KnockName, KnockSocket};
 use super::ProcessEdge;
 use crate::kernel::PageFault;
 
-/// Network namespaces, besides the agent's, in which it listens for one knock. The next knock is
-/// for the next ones.
+/// Maximum number of network namespaces, besides the agent's, in which the agent listens for one
+/// request. The next request is for the next namespaces.
 const NAMESPACES_MAX: usize = 16;
-/// Longest search. It may wait for hostile processes of the run's user, which hold it up for ever.
+/// Timeout of a search for the process, which hostile processes of the run's user can block for
+/// ever.
 const SEARCH_TIME_MAX: Duration = Duration::from_secs(5);
 
 impl ProcessEdge {
-    /// Listens where the process is that knocks, and fills its page with the name of the socket.
+    /// Listens in the network namespaces in which the requesting process may be, and fills its page
+    /// with the name and the secret of the socket.
     ///
-    /// If that fails, the page is filled with zeros afterwards, like any other.
+    /// If that fails, the monitor fills the page with zeros, as any other page.
     pub(super) fn answer_knock(&mut self, fault: PageFault) {
-        // A program that empties the pages again can knock without an end. And a thread that is
-        // interrupted by a signal reports its fault twice.
+        // Each page is answered once: a program could empty the pages and send requests for ever,
+        // and a thread that a signal interrupts reports its fault twice.
         let bit = 1 << (fault.page - self.canary().pages().start);
         if self.knocks == KNOCKS_MAX || self.answered_knocks & bit != 0 {
             return;
@@ -54,10 +56,10 @@ impl ProcessEdge {
         }
     }
 
-    /// Listens at one name in each network namespace where the thread may be.
+    /// Listens at one name in each network namespace in which the thread may be.
     ///
-    /// Only hellos and requests for the device are served there, and they have to prove the same as
-    /// at any socket of the agent. So it does no harm if a namespace is another program's.
+    /// Only hellos and requests for the device are served there, with the same proofs as at any
+    /// socket of the agent. So a socket in the namespace of another program is harmless.
     fn listen_for(&mut self, thread: u32) -> io::Result<KnockName> {
         let knock = KnockName { name: new_nonce()?, secret: new_nonce()? };
         let service = self.run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
@@ -67,7 +69,8 @@ impl ProcessEdge {
             |listener| service.agent.serve_knock_socket(KnockSocket { tenant, user, knock, listener });
         serve(listen_at_name(&socket_address(knock.name))?);
         self.open_knocks.push(knock);
-        // Most are in the agent's PID namespace. The second knock is that of a child which is not.
+        // Most children are in the agent's PID namespace. A second request means that the child is
+        // not.
         let search = self.thread_search(self.knocks > 1);
         let skipped = (self.knocks - 1) * NAMESPACES_MAX;
         let listeners = service.knock_turns.turn(tenant, SEARCH_TIME_MAX, move || {
@@ -75,12 +78,12 @@ impl ProcessEdge {
         });
         match listeners {
             Ok(listeners) => listeners.into_iter().for_each(serve),
-            Err(error) => tracing::warn!(%error, "cannot look for a forked child in other namespaces"),
+            Err(error) => tracing::warn!(%error, "cannot search for a forked child in other namespaces"),
         }
         Ok(knock)
     }
 
-    /// A search for a thread by its number in its own PID namespace.
+    /// Makes a search for a thread by its number in its own PID namespace.
     pub(super) fn thread_search(&self, is_wide: bool) -> ThreadSearch {
         let programs = self.run.programs();
         let is_parent = |id: u64| self.origin.is_some_and(|(parent, _)| parent == id);
@@ -93,7 +96,8 @@ impl ProcessEdge {
         }
     }
 
-    /// Stops listening for the process, which has attached its worker.
+    /// Closes the sockets of all connect-back requests, because the process has attached its
+    /// worker.
     pub(super) fn end_knocks(&mut self) {
         if let Some(service) = self.run.service.upgrade() {
             self.open_knocks.drain(..).for_each(|knock| service.agent.end_knock(&knock));
@@ -102,14 +106,14 @@ impl ProcessEdge {
 }
 
 /// Listens at a name in the network namespaces, other than the agent's, of the processes that may
-/// have this thread, from the one with the number `skipped` on.
+/// have this thread. Begins with candidate number `skipped`.
 fn listen_where_it_may_be(
     search: &ThreadSearch,
     thread: u32,
     name: [u8; SOCKET_NAME_BYTES],
     skipped: usize,
 ) -> Vec<OwnedFd> {
-    // The monitor's thread is urgent, and a search takes long.
+    // A search takes long, so it must not have the priority of the monitor's thread.
     set_niceness(USUAL);
     let mut seen = HashSet::from([network_of("self")]);
     let mut found = search.processes_with(thread);
@@ -124,7 +128,7 @@ fn listen_where_it_may_be(
     places.filter_map(listen).collect()
 }
 
-/// The network namespace of a process, in `/proc`.
+/// Returns the link of a process's network namespace in `/proc`, which identifies it.
 fn network_of(process: &str) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{process}/ns/net")).ok()
 }
@@ -133,7 +137,7 @@ fn network_of(process: &str) -> Option<PathBuf> {
 fn listen_where(process: u32, name: [u8; SOCKET_NAME_BYTES]) -> io::Result<OwnedFd> {
     let number = i32::try_from(process).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
     let pidfd = pidfd_open(number, PidfdFlags::empty())?;
-    // A socket stays in the namespace of the thread that has made it.
+    // A socket stays in the network namespace of the thread that creates it.
     let listen = move || {
         move_into_thread_name_spaces(pidfd.as_fd(), ThreadNameSpaceType::NETWORK)?;
         listen_at_name(&socket_address(name))

@@ -1,4 +1,5 @@
-//! The edge towards the pool: the run's sender, reads from memory nodes, and the other programs.
+//! The part of the edge for the pool: the run's sender, reads from memory nodes, and the other
+//! programs.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -9,9 +10,9 @@ use aquifer_pager::{
 
 use super::super::process::ProgramProcess;
 use super::super::program::{self, ForkedProgram};
-use super::{PAGE, PATIENCE, ProcessEdge};
+use super::{PAGE, ProcessEdge, SENDER_TIMEOUT};
 use crate::areas::Areas;
-use crate::edge::{Edge, EvictedBatch, Relatives, SenderEvent};
+use crate::edge::{Edge, EvictedBatch, OtherPrograms, SenderEvent};
 use crate::uffd::Userfaultfd;
 
 impl Edge for ProcessEdge {
@@ -29,8 +30,9 @@ impl Edge for ProcessEdge {
     }
 
     fn wait_for_sender(&mut self) -> bool {
-        self.program.sleep_until_signalled(PATIENCE);
-        // Not if the process has ended: the sender goes on, and children may need the pages.
+        self.program.sleep_until_signalled(SENDER_TIMEOUT);
+        // The end of the process does not end the wait: the sender continues, and children may need
+        // the pages.
         !self.program.is_killed()
     }
 
@@ -45,11 +47,12 @@ impl Edge for ProcessEdge {
     fn start_child(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
         let origin = (self.program.id, self.journal.sequence());
         let uffd = Userfaultfd::from(child);
-        // A child that is not attached has no control memory and may have the memory of its parent.
+        // A child that is not attached has no control memory. It may have areas with an advice from
+        // its parent.
         let attached = self.attachment.as_ref();
         let has_fork_advice = self.program.has_fork_advice.load(Relaxed)
             || attached.is_some_and(|attached| attached.worker.has_fork_advice());
-        // It waits in the fork until this event is read, or has just gone on.
+        // The parent waits in the fork until this event is read, or has just continued.
         let user = self.program.process().and_then(ProgramProcess::user);
         let forked = ForkedProgram { uffd: uffd.clone(), volume, areas, origin, has_fork_advice, user };
         let started = program::serve_child(&self.run, &self.program, forked);
@@ -76,15 +79,15 @@ impl Edge for ProcessEdge {
         }
     }
 
-    fn wake_relatives(&mut self, relatives: Relatives) {
+    fn wake_others(&mut self, others: OtherPrograms) {
         let service = self.run.service.upgrade();
-        match (relatives, service) {
-            (Relatives::AllWithBlocks, Some(service)) => service.wake_block_owners(),
-            (Relatives::UsersWithoutBlock, Some(service)) => {
+        match (others, service) {
+            (OtherPrograms::AllWithBlocks, Some(service)) => service.wake_block_owners(),
+            (OtherPrograms::UsersWithoutBlock, Some(service)) => {
                 let runs = service.runs_of(self.run.tenant());
-                runs.iter().for_each(|run| run.wake_relatives(self.program.id, Relatives::WithoutBlock));
+                runs.iter().for_each(|run| run.wake_others(self.program.id, OtherPrograms::WithoutBlock));
             }
-            _ => self.run.wake_relatives(self.program.id, relatives),
+            _ => self.run.wake_others(self.program.id, others),
         }
     }
 

@@ -1,23 +1,22 @@
-//! Ends of workers and of their programs. A program can overwrite the control memory that it shares
-//! with its worker: it ends then, whatever it has written there.
+//! The end of a worker and of its program. A program that overwrites the control memory, which it
+//! shares with its worker, is ended, whatever it has written there.
 
 use std::time::{Duration, Instant};
 
 use super::super::process::has_ended;
 use super::ProcessEdge;
 
-/// Longest wait for a command of a worker whose program has overwritten the command, after the end
-/// of the program's process.
+/// Timeout of a command that the program has overwritten, from the end of the program's process on.
 const STALL_MAX: Duration = Duration::from_secs(5);
-/// Longest time between the end of a worker that is killed together with its program, and the end
+/// Maximum time between the end of a worker that is killed together with its program, and the end
 /// of the program.
 const WORKER_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl ProcessEdge {
-    /// Whether a worker that does not complete a command need not be waited for any more.
+    /// Whether the monitor must stop waiting for a worker that does not complete a command.
     ///
-    /// Ends the run if the program has overwritten the command. It can have overwritten other words
-    /// as well: so this reports the end of the program's process to the worker again, and checks
+    /// Ends the run if the program has overwritten the command. The program may have overwritten
+    /// other words as well, so this reports the end of its process to the worker again, and checks
     /// whether the memory still exists.
     pub(super) fn is_over(&self) -> bool {
         if self.program.is_killed() || self.program.has_exited() {
@@ -48,14 +47,14 @@ impl ProcessEdge {
         now - since > STALL_MAX
     }
 
-    /// Has the worker check whether it is the last process that has the memory.
+    /// Commands the worker to check whether it is the last process that has the memory.
     pub(crate) fn report_process_end(&self) {
         if let Some(attachment) = &self.attachment {
             attachment.worker.report_process_end();
         }
     }
 
-    /// Whether no process but the worker has the memory.
+    /// Whether the worker is the last process that has the memory.
     pub(crate) fn is_worker_last(&self) -> bool {
         self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_last())
     }
