@@ -11,9 +11,9 @@ static IS_REPORTED: AtomicBool = AtomicBool::new(false);
 static PREVIOUS_ACTIONS: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 
 const NOT_OWN: &[u8] = b"aquifer: a touch of a segment that this process does not own (SIGSEGV): \
-    it was handed over, or lost because no agent came back in time. Address ";
-const ELSEWHERE: &[u8] = b"aquifer: a touch of a page of a segment that cannot come (SIGBUS): it is lost, \
-    or must be pulled first. Address ";
+    it was handed over, or lost because no agent answered within the grace time. Address ";
+const MISSING: &[u8] = b"aquifer: a touch of a missing page of a segment (SIGBUS): the page is lost, or \
+    must be pulled first. Address ";
 
 /// Installs signal handlers that write a message to standard error at the first invalid touch of a
 /// segment. Then the previous handlers run, or the signal ends the process.
@@ -50,7 +50,7 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     let address = unsafe { (*info).si_addr() } as usize;
     let is_inside = (ARENA_START..ARENA_START + 2 * ARENA_BYTES).contains(&address);
     if is_inside && !IS_REPORTED.swap(true, Ordering::Relaxed) {
-        write_line(if signal == libc::SIGSEGV { NOT_OWN } else { ELSEWHERE }, address);
+        write_line(if signal == libc::SIGSEGV { NOT_OWN } else { MISSING }, address);
     }
     let before = PREVIOUS_ACTIONS.get().map(|before| before[usize::from(signal == libc::SIGBUS)]);
     let (action, flags) = before.map_or((libc::SIG_DFL, 0), |before| (before.sa_sigaction, before.sa_flags));

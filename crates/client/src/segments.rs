@@ -70,7 +70,7 @@ pub enum Error {
     #[error("the agent has ended: {0}")]
     Gone(io::Error),
     /// A system call on the connections to the agent failed.
-    #[error("cannot watch over the agent: {0}")]
+    #[error("cannot set up the connections to the agent: {0}")]
     System(io::Error),
     /// The agent's answer does not fit the call.
     #[error("the agent's answer is not valid: it is of another build")]

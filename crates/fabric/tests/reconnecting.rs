@@ -404,18 +404,20 @@ fn an_endpoint_that_does_not_reconnect_is_broken_with_its_target() {
     let first = play.fabric.connect(play.target.node(), WHO).unwrap();
     play.endpoint = ReconnectingEndpoint::new(first, None, AwayPolicy::Wait);
     play.endpoint.register_local(Arc::clone(&play.local)).unwrap();
-    play.fabric.crash_node(play.target.node());
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
     let work = |id| Work { id, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
     let batch = [work(1), work(2)];
     let mut done = Vec::new();
     for work in batch {
         play.endpoint.post(&[work]).unwrap();
+        if work.id == 1 {
+            assert!(play.endpoint.drain_handle().is_some(), "what is in flight can be drained");
+            play.fabric.crash_node(play.target.node());
+        }
         play.fabric.run();
         play.endpoint.poll(&mut done, 9);
     }
     assert_eq!(done.iter().map(|ended| ended.id).collect::<Vec<_>>(), [1, 2]);
     assert!(done.iter().all(|ended| ended.outcome.is_err()), "{done:?}");
     assert!(play.endpoint.is_broken() && !play.endpoint.is_away());
-    assert!(play.endpoint.drain_handle().is_some(), "what is in flight can be drained");
 }

@@ -102,12 +102,25 @@ mod long {
         eventually("its lease to end", || second.count_hosts().filter(|count| *count == 1));
         let _stopped = Stopped::new(first.keeper.as_ref().expect("it runs"));
         first.agent.take().expect("it runs").kill();
+        let killed = nanoseconds();
         let _segment = eventually("another host to have the segment", || taker.allocate(1, 4096).ok());
-        let taken = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        let taken = nanoseconds();
         owner.expect("SIGSEGV");
         let line = owner.next_line();
         let touched: i64 = line.trim_end().parse().expect("nanoseconds");
-        assert!(touched < taken.tv_sec * 1_000_000_000 + taken.tv_nsec, "two processes have it");
+        assert!(touched < taken, "two processes have it");
+        let after_ms = |end: i64| (end - killed) / 1_000_000;
+        println!(
+            "the process lost its access {} ms after its agent's end, and another host had it after {} ms",
+            after_ms(touched),
+            after_ms(taken)
+        );
+    }
+
+    /// The time of the monotonic clock.
+    fn nanoseconds() -> i64 {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        now.tv_sec * 1_000_000_000 + now.tv_nsec
     }
 
     /// By docs/guide/cluster.md, nodes refuse the host, and the next agent resumes its programs.

@@ -195,7 +195,8 @@ impl AgentLink {
         let held = self.held.lock();
         if self.state.lock().is_lost {
             held.get(&id).iter().for_each(|segment| segment.revoke());
-            return Err(Error::Failed("no agent has come in time, and all segments are lost".into()));
+            let reason = "no agent answered within the grace time, so all segments are lost";
+            return Err(Error::Failed(reason.into()));
         }
         Ok(())
     }

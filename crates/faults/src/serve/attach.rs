@@ -39,7 +39,7 @@ pub enum AttachError {
     )]
     Features(io::Error),
     /// The process has not proved that it has the memory of the userfaultfd.
-    #[error("the agent cannot tell which process this is: {0}")]
+    #[error("the agent cannot identify this process: {0}")]
     Proof(#[from] ProofError),
     /// No fork of this child was reported.
     #[error("no program of the run has forked this process")]

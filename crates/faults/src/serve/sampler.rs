@@ -336,7 +336,7 @@ impl SampledRun {
         if let Some(ended) = self.room_shortage.take_if(|known| Some(known.shortage) != number)
             && ended.is_notified
         {
-            run.notify_owner("the pool has room again, and the program goes on");
+            run.notify_owner("the pool has room again, and the program continues");
         }
         let Some((number, reason)) = shortage else { return };
         let known = self.room_shortage.get_or_insert_with(|| RoomShortage {
