@@ -3,6 +3,10 @@
 use std::net::{SocketAddr, SocketAddrV4};
 use std::path::Path;
 
+/// Reads of the kernel's table before a socket counts as closed. A read is no snapshot: it can miss
+/// a socket while others are opened and closed.
+const READS_MAX: usize = 50;
+
 /// Returns the process with a connected IPv4 socket of this local address, or `None` if it has
 /// closed the socket or is another user's.
 ///
@@ -10,11 +14,13 @@ use std::path::Path;
 #[must_use]
 pub fn socket_owner(local: SocketAddr) -> Option<u32> {
     let SocketAddr::V4(local) = local else { return None };
-    let table = std::fs::read_to_string("/proc/net/tcp").ok()?;
-    let link = format!("socket:[{}]", inode(&table, local)?);
-    let processes = std::fs::read_dir("/proc").ok()?.flatten();
-    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.into_iter().find(|pid| has_descriptor(*pid, &link))
+    (0..READS_MAX).find_map(|_| {
+        let table = std::fs::read_to_string("/proc/net/tcp").ok()?;
+        let link = format!("socket:[{}]", inode(&table, local)?);
+        let processes = std::fs::read_dir("/proc").ok()?.flatten();
+        let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        pids.find(|pid| has_descriptor(*pid, &link))
+    })
 }
 
 /// The inode of a socket in the text of `/proc/net/tcp`, whose second column is the local address
