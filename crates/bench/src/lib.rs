@@ -1,5 +1,4 @@
-//! What programs that measure have in common: [`support`], and their errors. The binary
-//! `aquifer-bench` uses it, and `aquifer-research`.
+//! Parts that the binaries `aquifer-bench` and `aquifer-research` share: [`support`], and errors.
 
 pub mod error;
 pub mod support;

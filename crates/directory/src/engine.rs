@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
 use crate::clock::{Clock, saturating_ms};
 use crate::core::{Core, Cursor, Delta};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{DirectoryError, Watch};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Time until the end of a lease is tried again that could not be stored.
 const EXPIRY_RETRY_MS: u64 = 1000;

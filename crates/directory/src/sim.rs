@@ -8,12 +8,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use crate::clock::{Clock, ManualClock, saturating_ms};
 use crate::core::Core;
 use crate::engine::{Engine, EngineWatch, VolatileStore};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{Directory, DirectoryError, Watch};
-use parking_lot::Mutex;
 
 /// A simulated directory and its virtual time.
 #[derive(Clone, Debug)]

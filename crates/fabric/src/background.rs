@@ -4,8 +4,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use crate::wake::WakeFd;
 use parking_lot::Mutex;
+
+use crate::wake::WakeFd;
 
 /// A task on a thread of its own, which produces one result.
 #[derive(Debug)]

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::target::Sender;
 use parking_lot::{Condvar, Mutex};
+
+use crate::target::Sender;
 
 /// The number of untaken messages of one session. It is changed under the inbox's lock.
 pub type UntakenCount = Arc<AtomicUsize>;

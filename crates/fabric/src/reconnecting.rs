@@ -45,7 +45,7 @@ pub enum AwayPolicy {
     Fail,
 }
 
-/// What happens to work after the target has fenced this host.
+/// The fate of work after the target has fenced this host.
 ///
 /// A target fences a host because the host's lease has ended: the host was stopped, or cut off from
 /// the directory. Its memory is not lost by that. Until other hosts free it, the next process of
@@ -84,7 +84,7 @@ pub struct ReconnectingEndpoint {
     /// A descriptor that never becomes readable. It is polled while work is held after a fence:
     /// without one, a thread that waits would poll without a pause until this process ends.
     unreadable: Option<OwnedFd>,
-    /// What is released when the endpoint is closed.
+    /// Values that are dropped when the endpoint is closed.
     owned: Vec<Box<dyn Any + Send>>,
 }
 
@@ -224,6 +224,15 @@ impl ReconnectingEndpoint {
         self.waits_after_fence() && self.policy == AwayPolicy::Wait
     }
 
+    /// The endpoint if there will be no other: nothing needs to be known of its work in flight.
+    #[inline]
+    fn only_endpoint(&mut self) -> Option<&mut dyn Endpoint> {
+        match &mut self.state {
+            ReconnectState::Connected(endpoint) if self.reconnect.is_none() => Some(&mut **endpoint),
+            _ => None,
+        }
+    }
+
     /// Takes completions of the current endpoint. Returns true if there were any or the endpoint
     /// turned out to be broken.
     fn poll_endpoint(&mut self) -> bool {
@@ -231,7 +240,7 @@ impl ReconnectingEndpoint {
         let mut polled = std::mem::take(&mut self.polled);
         endpoint.poll(&mut polled, POLL_MAX);
         let has_any = !polled.is_empty();
-        let is_broken = !has_any && endpoint.is_broken() && (self.reconnect.is_some() || self.is_fenced);
+        let is_broken = !has_any && endpoint.is_broken();
         polled.drain(..).for_each(|completion| self.complete(completion));
         self.polled = polled;
         if is_broken {
@@ -246,9 +255,7 @@ impl ReconnectingEndpoint {
         let matches = |posted: &InFlightWork| !posted.is_unknown && posted.work.id == completion.id;
         let Some(mut at) = self.in_flight.iter().position(matches) else { return };
         match completion.outcome {
-            Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed)
-                if !self.is_fenced && self.reconnect.is_some() =>
-            {
+            Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed) if !self.is_fenced => {
                 self.in_flight[at].is_unknown = true;
             }
             outcome => {
@@ -353,7 +360,7 @@ impl ReconnectingEndpoint {
             return;
         };
         // A broken endpoint is left to `poll_endpoint`, which makes another.
-        let accepted = if !self.waiting.is_empty() || self.reconnect.is_some() && endpoint.is_broken() {
+        let accepted = if !self.waiting.is_empty() || endpoint.is_broken() {
             0
         } else {
             match endpoint.post(batch) {
@@ -371,6 +378,9 @@ impl Endpoint for ReconnectingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         if self.is_holding() {
             return Ok(());
+        }
+        if let Some(endpoint) = self.only_endpoint() {
+            return endpoint.post(batch);
         }
         let depth = self.limits.queue_depth;
         let accepted = batch
@@ -395,6 +405,16 @@ impl Endpoint for ReconnectingEndpoint {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+        if let Some(endpoint) = self.only_endpoint() {
+            let start = out.len();
+            endpoint.poll(out, max);
+            if out[start..].iter().any(|ended| ended.outcome.is_err()) {
+                let ended = out.split_off(start);
+                ended.into_iter().for_each(|ended| self.finish(ended.id, ended.outcome));
+                out.extend(self.done.drain(..));
+            }
+            return out.len() - start;
+        }
         while self.done.is_empty() && (self.poll_endpoint() || self.poll_reconnector()) {}
         let count = self.done.len().min(max);
         out.extend(self.done.drain(..count));
@@ -464,7 +484,7 @@ impl Endpoint for ReconnectingEndpoint {
     }
 
     fn give_up(&mut self) {
-        if self.policy == AwayPolicy::Fail {
+        if self.policy == AwayPolicy::Fail && self.reconnect.is_some() {
             while self.poll_endpoint() {}
             self.disconnect();
         }

@@ -6,13 +6,14 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use parking_lot::Mutex;
+
 use crate::handshake::RefusalReason;
 use crate::handshake::hello::{SessionId, new_session_id};
 use crate::inbox::{Inbox, UntakenCount};
 use crate::limits::Limits;
 use crate::tables::TargetTables;
 use crate::target::{EndpointNumber, Host, Identity, Sender, Tenant};
-use parking_lot::Mutex;
 
 /// The messages of one session, in both directions.
 #[derive(Debug)]

@@ -5,9 +5,10 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
+use parking_lot::{Mutex, MutexGuard};
+
 use super::*;
 use aquifer_swap::setup::cleanup_stale;
-use parking_lot::{Mutex, MutexGuard};
 
 const MIB: u64 = 1 << 20;
 

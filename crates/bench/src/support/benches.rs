@@ -6,11 +6,11 @@ use crate::BenchError;
 /// A bench of a program with the arguments `A`.
 #[derive(Debug)]
 pub struct Bench<A> {
-    /// Its name on the command line.
+    /// The name of the bench on the command line.
     pub name: &'static str,
-    /// What it measures.
+    /// The quantities that the bench measures.
     pub about: &'static str,
-    /// Its targets.
+    /// The targets of the bench.
     pub targets: &'static str,
     /// The options it has, of those that only some benches have.
     pub options: &'static [&'static str],

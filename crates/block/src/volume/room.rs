@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use parking_lot::MutexGuard;
+
 use super::{BlockVolume, VolumeState};
 use crate::error::BlockError;
-use parking_lot::MutexGuard;
 
 impl BlockVolume {
     /// Waits until a block is open.

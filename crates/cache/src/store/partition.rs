@@ -14,6 +14,8 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+use parking_lot::{Mutex, MutexGuard};
+
 use self::overflow::Candidates;
 use super::epochs::{NO_END_US, Pin};
 use super::index::{Found, Guess, Index, Search};
@@ -27,7 +29,6 @@ use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
 use crate::clock::boot_us;
-use parking_lot::{Mutex, MutexGuard};
 
 /// No run.
 const NO_SEQUENCE: u64 = u64::MAX;

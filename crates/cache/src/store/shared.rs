@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parking_lot::Mutex;
+
 use super::budget::Budget;
 use super::epochs::Epochs;
 use super::hash::KeyHasher;
@@ -10,7 +12,6 @@ use super::pool::PoolQueue;
 use super::runs::Queue;
 use super::slot::RUN_BYTES;
 use super::{LIMIT_MIN, StoreOptions};
-use parking_lot::Mutex;
 
 /// Runs that each partition must be able to have before one keeps the pages of what it evicts.
 const RUNS_TO_KEEP_PAGES: u64 = 64;

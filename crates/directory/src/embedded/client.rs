@@ -6,12 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use super::wire::{self, DirectoryRequest, DirectoryResponse};
 use super::{frame, socket};
 use crate::core::check;
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{Directory, DirectoryError, Watch};
-use parking_lot::Mutex;
 
 /// How long a call waits for its answer. A server with a working disk needs milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use super::world::FabricWorld;
 use crate::Memory;
 use crate::target::Region;
 use crate::work::{Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, PostError, Work};
-use parking_lot::Mutex;
 
 /// One connection to a [`super::SimTarget`].
 #[derive(Debug)]

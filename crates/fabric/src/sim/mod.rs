@@ -18,9 +18,10 @@ pub use target::SimTarget;
 use std::ops::Range;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use crate::target::{Host, Identity};
 use crate::work::{Endpoint, EndpointError, Limits};
-use parking_lot::Mutex;
 use world::FabricWorld;
 
 /// A memory node of a simulated fabric.

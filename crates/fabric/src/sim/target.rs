@@ -4,6 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
+
 use super::SimNodeId;
 use super::world::{FabricWorld, SimNode, SimRegion};
 use crate::key_table::PlacedTable;
@@ -12,7 +14,6 @@ use crate::registration::Registration;
 use crate::target::{EndpointNumber, Host, Region, Sender, Target, TargetError, WindowSpec};
 use crate::unit_map::RegionMemory;
 use crate::work::Key;
-use parking_lot::{Mutex, MutexGuard};
 
 /// A memory node of a [`super::SimFabric`].
 #[derive(Clone, Debug)]

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
+use parking_lot::Mutex;
+
 use crate::key_table::PlacedTable;
 use crate::unit_map::RegionMemory;
-use parking_lot::Mutex;
 
 /// The address, memory and key table of a region.
 #[derive(Debug)]

@@ -10,6 +10,8 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
+
 use super::TcpOptions;
 use super::acceptor::TcpAcceptor;
 use super::counters::{SessionCounters, TenantTable};
@@ -31,7 +33,6 @@ use crate::target::{
 };
 use crate::wake::WakeFd;
 use crate::work::Key;
-use parking_lot::{Mutex, MutexGuard};
 
 /// The time for which a stopping target waits for an operation in flight.
 const FAREWELL: Duration = Duration::from_secs(1);

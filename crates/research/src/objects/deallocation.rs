@@ -169,7 +169,7 @@ fn packed(scheme: Scheme, slots: u32, blocks: Vec<(BlockId, Block)>) -> u64 {
     packer.into_blocks().len() as u64
 }
 
-/// The same by the product's packing, for which ids do not matter.
+/// The number of blocks that the product's packing leaves, for which ids do not matter.
 fn packed_by_room(scheme: Scheme, slots: u32, blocks: impl Iterator<Item = (BlockId, Block)>) -> u64 {
     let mut packer = Packer::new(scheme.may_split, slots, blocks);
     // Addresses that name two blocks already are not split again.

@@ -1,4 +1,4 @@
-//! What tells the objects of one block apart, and which blocks can be merged, in the paper and in
+//! Ids that tell the objects of one block apart, and blocks that can be merged, in the paper and in
 //! Mesh (§3.1.2, §3.4). The product has [`IdMode::Numbers`] only.
 
 use aquifer_objects::block::Block;

@@ -5,8 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::SegmentKey;
 use parking_lot::{Condvar, Mutex};
+
+use super::SegmentKey;
 
 /// What has arrived, in order.
 #[derive(Debug, Default)]

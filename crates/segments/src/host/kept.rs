@@ -1,4 +1,4 @@
-//! What the host provides for its segments, and what an earlier process of the agent has left.
+//! The lease of the host, and the segments that an earlier process of the agent has left.
 
 use std::fmt::Debug;
 use std::os::fd::OwnedFd;
@@ -7,7 +7,7 @@ use super::SegmentKey;
 
 /// The lease of the host.
 pub trait HostLease: Debug + Send + Sync {
-    /// Whether the lease lasts for sure.
+    /// Whether the lease has certainly not ended.
     fn lasts(&self) -> bool;
 }
 

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use super::SegmentKey;
 use super::peer::{Lane, Peer};
 use super::shared::{HostShared, Job, Segment, warn_of_directory};
 use super::wire::{Answer, Ask, Request};
 use crate::ownership::{Holding, Input, Life, Message, Output};
-use parking_lot::Mutex;
 
 /// Interval at which hand-overs are looked after whose outcome is unknown.
 const TICK: Duration = Duration::from_millis(200);

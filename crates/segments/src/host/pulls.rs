@@ -4,6 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::peer::{Lane, PAGES_MAX};
 use super::served::ServedFaults;
@@ -12,7 +14,6 @@ use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::Life;
 use crate::pulling::{ReadEnd, ReadMode, ReadOrder, Step};
-use parking_lot::Mutex;
 
 /// Pages that are read at once ahead of the program while its threads wait for pages now and then:
 /// so few that none waits long behind them.

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::area::PAGE_BYTES;
 use super::record::{SetupRecord, SetupStep};
 use super::{SetupError, SetupUsage, read_number};
-use parking_lot::Mutex;
 
 /// The limit of memory and swap together, in version 1.
 const MEMSW_LIMIT: &str = "memory.memsw.limit_in_bytes";

@@ -91,7 +91,7 @@ impl Reach<'_> {
     }
 }
 
-/// What the requests of a connection use during one turn of its thread.
+/// The parts of a connection that its requests use during one turn of its thread.
 #[derive(Debug)]
 pub struct ConnectionTurn<'t, 'p> {
     /// The input, from the request on that is served.
