@@ -55,7 +55,7 @@ short_benches() {
     done
 }
 
-# The parts of `make test-long`; PART names some of them. Each takes at most half an hour.
+# The parts of `make test-long`; PART names some of them.
 #
 #   checks      licences, the build without features, Miri
 #   fuzz        each parser for a while
@@ -110,7 +110,6 @@ test_long() {
         step "build without features" check_without_features
         step "miri" miri
     fi
-    step "build with lints" build
     if is_asked fuzz; then
         step "fuzzing" scripts/fuzz.sh check
     fi
@@ -121,6 +120,7 @@ test_long() {
         step "benches, for a short time" short_benches
     fi
     if is_asked simulators peers programs chaos guests; then
+        step "build with lints" build
         AQUIFER_BIN="$PWD/target/release/aquifer" step "tests" run_tests long -E "$(filter_of_parts)"
     fi
 }
