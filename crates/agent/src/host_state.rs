@@ -7,7 +7,7 @@ use aquifer_channel::socket::listen_at;
 use aquifer_channel::{HoldRefused, RestoredItem};
 use aquifer_directory::names::AgentRecord;
 use aquifer_ipc::{HeldItem, HeldKind};
-use aquifer_keeper::KeeperClient;
+use aquifer_keeper::{KeeperClient, KeeperStore};
 use aquifer_pager::{Memory, Mempool};
 
 use crate::daemon::{AgentError, AgentOptions};

@@ -14,7 +14,7 @@ use aquifer_cache::store::presence::Presence;
 use aquifer_channel::RestoredItem;
 use aquifer_directory::DirectoryError;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::{CLAIM_TIMEOUT, KeeperClient};
+use aquifer_keeper::{CLAIM_TIMEOUT, KeeperClient, KeeperStore};
 use aquifer_segments::ownership::{Holder, SegmentRecord};
 use serde::{Deserialize, Serialize};
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::KeeperClient;
+use aquifer_keeper::{KeeperClient, KeeperStore};
 use aquifer_objects::bytes::HeapBytes;
 use aquifer_objects::service::{HeapKeeper, HeapRecord};
 

@@ -14,6 +14,8 @@ use aquifer_channel::{
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 use parking_lot::Mutex;
 
+use crate::store::KeeperStore;
+
 /// How long to retry a claim that the keeper refuses: until it has noticed that the last owner has
 /// ended, or takes its share from it.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
@@ -83,44 +85,6 @@ impl KeeperClient {
         }
     }
 
-    /// Stores an item and its descriptors in the keeper. Replaces an item of the same kind and
-    /// number.
-    ///
-    /// # Errors
-    /// If the keeper refuses a new item. Without a keeper there is no error.
-    pub fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
-        let copies: io::Result<Vec<_>> = fds.iter().map(|fd| fd.try_clone_to_owned().map(Arc::new)).collect();
-        match copies {
-            Ok(copies) => self.hold_shared(item, copies),
-            Err(error) => {
-                // An item with some of its descriptors would be taken for another.
-                tracing::error!(
-                    kind = ?item.kind,
-                    id = item.id,
-                    %error,
-                    "no copy of an item: it is lost if the keeper is restarted"
-                );
-                let mut state = self.state.lock();
-                self.send(&mut state, item, fds);
-                self.synchronise(&mut state, (item.kind, item.id))
-            }
-        }
-    }
-
-    /// The same with descriptors that this process uses itself, so that no copies are made.
-    ///
-    /// # Errors
-    /// If the keeper refuses a new item.
-    pub fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
-        let key = (item.kind, item.id);
-        let mut state = self.state.lock();
-        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let is_new = state.items.insert(key, (item.clone(), fds.clone())).is_none();
-        self.send(&mut state, item, &borrowed);
-        // The keeper refuses no item that replaces another.
-        if is_new { self.synchronise(&mut state, key) } else { Ok(()) }
-    }
-
     fn send(&self, state: &mut State, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
         if send_frame(&state.socket, &Frame::Hold(item.clone()), fds).is_err() {
             self.reconnect(state);
@@ -187,18 +151,6 @@ impl KeeperClient {
         }
     }
 
-    /// Removes an item from the keeper.
-    pub fn release(&self, kind: HeldKind, id: u64) {
-        let mut state = self.state.lock();
-        let removed = state.items.remove(&(kind, id));
-        if removed.is_some() && send_frame(&state.socket, &Frame::Release(kind, id), &[]).is_err() {
-            self.reconnect(&mut state);
-        }
-        drop(state);
-        // The last close of a userfaultfd waits for the lock of its memory.
-        drop(removed);
-    }
-
     /// If the keeper has closed the connection, connects to the next keeper and sends it all items.
     pub fn reconnect_if_closed(&self) {
         let mut state = self.state.lock();
@@ -240,6 +192,48 @@ impl KeeperClient {
         if send_frame(&state.socket, &Frame::Sync, &[]).is_ok() {
             state.unanswered = 1;
         }
+    }
+}
+
+impl KeeperStore for KeeperClient {
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
+        let copies: io::Result<Vec<_>> = fds.iter().map(|fd| fd.try_clone_to_owned().map(Arc::new)).collect();
+        match copies {
+            Ok(copies) => self.hold_shared(item, copies),
+            Err(error) => {
+                // An item with some of its descriptors would be taken for another.
+                tracing::error!(
+                    kind = ?item.kind,
+                    id = item.id,
+                    %error,
+                    "no copy of an item: it is lost if the keeper is restarted"
+                );
+                let mut state = self.state.lock();
+                self.send(&mut state, item, fds);
+                self.synchronise(&mut state, (item.kind, item.id))
+            }
+        }
+    }
+
+    fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
+        let key = (item.kind, item.id);
+        let mut state = self.state.lock();
+        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let is_new = state.items.insert(key, (item.clone(), fds.clone())).is_none();
+        self.send(&mut state, item, &borrowed);
+        // The keeper refuses no item that replaces another.
+        if is_new { self.synchronise(&mut state, key) } else { Ok(()) }
+    }
+
+    fn release(&self, kind: HeldKind, id: u64) {
+        let mut state = self.state.lock();
+        let removed = state.items.remove(&(kind, id));
+        if removed.is_some() && send_frame(&state.socket, &Frame::Release(kind, id), &[]).is_err() {
+            self.reconnect(&mut state);
+        }
+        drop(state);
+        // The last close of a userfaultfd waits for the lock of its memory.
+        drop(removed);
     }
 }
 

@@ -7,15 +7,14 @@ use std::sync::Arc;
 use aquifer_channel::HoldRefused;
 use aquifer_ipc::{HeldItem, HeldKind};
 
-use crate::KeeperClient;
-
 /// Stores items and their descriptors for the next process of a daemon.
 pub trait KeeperStore: Debug + Send + Sync {
     /// Stores an item and copies of its descriptors, in place of the item with the same kind and
     /// number.
     ///
     /// # Errors
-    /// If the keeper refuses a new item. It refuses none that replaces another.
+    /// If the keeper refuses a new item. It refuses none that replaces another, and without a
+    /// keeper there is no error.
     fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused>;
 
     /// Stores an item as [`Self::hold`] does, with descriptors that this process uses itself, so
@@ -27,18 +26,4 @@ pub trait KeeperStore: Debug + Send + Sync {
 
     /// Removes an item.
     fn release(&self, kind: HeldKind, id: u64);
-}
-
-impl KeeperStore for KeeperClient {
-    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
-        Self::hold(self, item, fds)
-    }
-
-    fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
-        Self::hold_shared(self, item, fds)
-    }
-
-    fn release(&self, kind: HeldKind, id: u64) {
-        Self::release(self, kind, id);
-    }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use aquifer_fabric::{Key, Memory, Target, shm};
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::KeeperClient;
+use aquifer_keeper::{KeeperClient, KeeperStore};
 use serde::{Deserialize, Serialize};
 
 use crate::error::NodeError;
