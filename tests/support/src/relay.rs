@@ -34,7 +34,14 @@ struct RelayState {
     /// The relay was dropped.
     is_dropped: bool,
     next: u64,
-    open: HashMap<u64, [TcpStream; 2]>,
+    open: HashMap<u64, Connection>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    pair: [TcpStream; 2],
+    /// Whether the process that has opened it is cut off.
+    is_cut_off: bool,
 }
 
 #[derive(Debug)]
@@ -107,7 +114,11 @@ impl TcpRelay {
     /// Stops forwarding for the connections of one process, those that it opens later too, or with
     /// `None` for no process. Connections are not closed.
     pub fn cut_off(&self, pid: Option<u32>) {
-        self.shared.lock().cut_off = pid;
+        let mut state = self.shared.lock();
+        state.cut_off = pid;
+        for connection in state.open.values_mut() {
+            connection.is_cut_off = is_of(&connection.pair[0], pid);
+        }
         self.shared.changed.notify_all();
     }
 
@@ -136,7 +147,7 @@ impl RelayShared {
         let mut state = self.lock();
         state.mode = mode;
         if mode == RelayMode::Cut {
-            state.open.drain().for_each(|(_, pair)| shut(&pair));
+            state.open.drain().for_each(|(_, connection)| shut(&connection.pair));
         }
         self.changed.notify_all();
     }
@@ -148,7 +159,6 @@ impl RelayShared {
         let onward = TcpStream::connect(to)?;
         from.set_nodelay(true)?;
         onward.set_nodelay(true)?;
-        let owner = socket_owner(from.peer_addr()?);
         let pair = [from.try_clone()?, onward.try_clone()?];
         let mut state = self.lock();
         if state.mode == RelayMode::Cut {
@@ -157,52 +167,43 @@ impl RelayShared {
         }
         let id = state.next;
         state.next += 1;
-        state.open.insert(id, pair);
+        let is_cut_off = is_of(&pair[0], state.cut_off);
+        state.open.insert(id, Connection { pair, is_cut_off });
         drop(state);
-        self.forward((id, owner), from.try_clone()?, onward.try_clone()?)?;
-        self.forward((id, owner), onward, from)
+        self.forward(id, from.try_clone()?, onward.try_clone()?)?;
+        self.forward(id, onward, from)
     }
 
     /// Forwards one direction by two threads: one receives, and one sends after the delay.
-    fn forward(
-        self: &Arc<Self>,
-        connection: (u64, Option<u32>),
-        source: TcpStream,
-        sink: TcpStream,
-    ) -> io::Result<()> {
+    fn forward(self: &Arc<Self>, id: u64, source: TcpStream, sink: TcpStream) -> io::Result<()> {
         let (sender, receiver) = sync_channel(PIECES_MAX);
         let (for_source, for_sink) = (Arc::clone(self), Arc::clone(self));
         let named = |name: &str| std::thread::Builder::new().name(name.to_owned());
         named("relay-receive").spawn(move || receive(&for_source, source, &sender))?;
-        named("relay-send").spawn(move || for_sink.send(connection, sink, &receiver)).map(drop)
+        named("relay-send").spawn(move || for_sink.send(id, sink, &receiver)).map(drop)
     }
 
-    fn send(
-        &self,
-        (id, owner): (u64, Option<u32>),
-        mut sink: TcpStream,
-        pieces: &Receiver<(Instant, Vec<u8>)>,
-    ) {
+    fn send(&self, id: u64, mut sink: TcpStream, pieces: &Receiver<(Instant, Vec<u8>)>) {
         while let Ok((due, piece)) = pieces.recv() {
-            if !self.wait(due, owner) || sink.write_all(&piece).is_err() {
+            if !self.wait(due, id) || sink.write_all(&piece).is_err() {
                 break;
             }
         }
         // The end of a connection is delayed like its bytes.
         let ended = Instant::now() + self.delay;
-        self.wait(ended, owner);
-        if let Some(pair) = self.lock().open.remove(&id) {
-            shut(&pair);
+        self.wait(ended, id);
+        if let Some(connection) = self.lock().open.remove(&id) {
+            shut(&connection.pair);
         }
     }
 
-    /// Waits until `due` and until the relay forwards for a process. Returns false if connections
-    /// are cut.
-    fn wait(&self, due: Instant, owner: Option<u32>) -> bool {
+    /// Waits until `due` and until the relay forwards for a connection. Returns false if
+    /// connections are cut.
+    fn wait(&self, due: Instant, id: u64) -> bool {
         let mut state = self.lock();
         loop {
             let left = due.saturating_duration_since(Instant::now());
-            let is_cut_off = owner.is_some() && owner == state.cut_off;
+            let is_cut_off = state.open.get(&id).is_some_and(|connection| connection.is_cut_off);
             match state.mode {
                 RelayMode::Cut => return false,
                 RelayMode::Open if !is_cut_off && left.is_zero() => return true,
@@ -228,6 +229,12 @@ fn receive(shared: &RelayShared, mut source: TcpStream, pieces: &SyncSender<(Ins
             return;
         }
     }
+}
+
+/// Whether a connection was opened by this process. The search takes time, and only a test that
+/// cuts a process off pays for it.
+fn is_of(from: &TcpStream, pid: Option<u32>) -> bool {
+    pid.is_some() && from.peer_addr().is_ok_and(|address| socket_owner(address) == pid)
 }
 
 fn shut(pair: &[TcpStream; 2]) {
