@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_cache::server::peers::PeerSocket;
-use aquifer_fabric::ClusterKey;
-use aquifer_fabric::handshake::secure::{RecordCipher, SecureError, initiate, respond};
+use aquifer_fabric::handshake::secure::{initiate, respond};
 use aquifer_fabric::tcp::connect_unpaced;
+use aquifer_secure_channel::{ClusterKey, RecordCipher, SecureError};
 use aquifer_segments::ownership::Life;
 use parking_lot::Mutex;
 use rustix::net::sockopt;

@@ -12,10 +12,11 @@ use super::sys::connection::CmConnection;
 use super::sys::queue_pair::QueuePair;
 use super::sys::window::Window;
 use aquifer_fabric::Admission;
-use aquifer_fabric::handshake::secure::{ClusterKey, RecordCipher, SecureError, respond_to};
+use aquifer_fabric::handshake::secure::respond_to;
 use aquifer_fabric::handshake::ticket::Ticket;
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::Key;
+use aquifer_secure_channel::{ClusterKey, RecordCipher, SecureError};
 
 /// The phase of a connection.
 #[derive(Debug)]

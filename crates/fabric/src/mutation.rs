@@ -7,8 +7,6 @@ aquifer_mutation::mutations! {
     pub enum Mutation {
         /// A welcome may name regions that overlap.
         AcceptOverlap,
-        /// A handshake message of any length is read.
-        TrustHandshakeLength,
         /// A ticket for any service is admitted.
         AcceptAnyService,
         /// An access may end behind the range that its key opens.

@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 
 use aquifer_fabric::control::ControlMemory;
 use aquifer_fabric::handshake::hello::{self, Hello, Reply, Resume, Welcome};
-use aquifer_fabric::handshake::secure::{self, ClusterKey, RecordCipher};
+use aquifer_fabric::handshake::secure;
 use aquifer_fabric::handshake::{Refusal, RefusalCode};
 use aquifer_fabric::key_table::PlacedTable;
 use aquifer_fabric::keys::KeyGrant;
@@ -17,6 +17,7 @@ use aquifer_fabric::{
     Access, Admission, Host, Identity, Key, KeyTable, Limits, Memory, Mutation, Region, Scope, Tenant, Ticket,
 };
 use aquifer_mutation::Mutations;
+use aquifer_secure_channel::{ClusterKey, MAGIC, RecordCipher, SecureError, VERSION};
 
 use crate::Target;
 
@@ -31,7 +32,7 @@ pub(crate) const HANDSHAKE: Target = Target {
     name: "tcp-handshake",
     run: shake_hands,
     seeds: handshakes,
-    with_mutation: |work| Mutation::TrustHandshakeLength.while_active(work),
+    with_mutation: |work| aquifer_secure_channel::Mutation::TrustHandshakeLength.while_active(work),
 };
 
 pub(crate) const REQUESTS: Target = Target {
@@ -197,13 +198,13 @@ fn shake_hands(bytes: &[u8]) -> bool {
             assert!(used == 0 && plain.is_empty(), "the peer does not have the key");
         }
     });
-    matches!(responded, Err(secure::SecureError::WrongKey))
+    matches!(responded, Err(SecureError::WrongKey))
 }
 
 fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
     let with = |credential: &[u8], frame: &[u8]| {
         let length = u16::try_from(frame.len()).expect("it is short").to_le_bytes();
-        [&secure::MAGIC[..], &secure::VERSION.to_le_bytes(), credential, &length, frame].concat()
+        [&MAGIC[..], &VERSION.to_le_bytes(), credential, &length, frame].concat()
     };
     let ticket = Ticket { tenant: WHO.tenant, host: WHO.host, epoch: 1, expiry_s: 2, service: 3 };
     let ticket = [&[1][..], &ticket.encode()].concat();

@@ -4,10 +4,11 @@
 use std::io::{Cursor, Read, Write};
 use std::os::unix::net::UnixStream;
 
+use aquifer_secure_channel::{ClusterKey, MAGIC, VERSION};
 use aquifer_tests_support::golden;
 
 use super::hello::{Hello, Reply, Resume, Welcome, encode_hello, encode_reply, parse_hello, parse_reply};
-use super::secure::{ClusterKey, MAGIC, VERSION, initiate, initiate_by, respond};
+use super::secure::{initiate, initiate_by, respond};
 use super::{Credential, Refusal, RefusalCode, Ticket};
 use crate::target::{Host, Identity, Region, Tenant};
 use crate::work::{Key, Limits};

@@ -13,15 +13,17 @@ pub mod secure;
 pub mod ticket;
 
 pub use refusal::{Refusal, RefusalCode, RefusalReason};
-pub use secure::ClusterKey;
 pub use ticket::{Admission, Credential, Ticket, TicketSecret, UnixClock};
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
+pub use aquifer_secure_channel::ClusterKey;
+use aquifer_secure_channel::{SecureChannel, SecureError};
+
 use self::hello::{Hello, Reply, Welcome};
-use self::secure::{SecureChannel, SecureError, initiate_by};
+use self::secure::initiate_by;
 use crate::work::EndpointError;
 
 /// A connection is closed if its handshake takes longer.

@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use aquifer_secure_channel::ClusterKey;
 use snow::params::HashChoice;
 use snow::resolvers::{CryptoResolver, RingResolver};
 use zerocopy::little_endian::{U16, U32, U64};
@@ -15,7 +16,6 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::RefusalReason;
 use super::common;
-use super::secure::ClusterKey;
 use crate::mutation::Mutation;
 use crate::target::{Host, Identity, Tenant};
 
@@ -126,6 +126,13 @@ impl Credential {
         match self {
             Self::Member(key) => &key.0,
             Self::Ticket(_, secret) => &secret.0,
+        }
+    }
+
+    pub(super) fn ticket(&self) -> Option<Ticket> {
+        match self {
+            Self::Member(_) => None,
+            Self::Ticket(ticket, _) => Some(*ticket),
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use aquifer_secure_channel::{SecureChannel, SecureError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::pending::PendingHandshakes;
@@ -16,7 +17,7 @@ use super::session::TcpSession;
 use super::stream::{DeadlineStream, configure};
 use super::target::{TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
-use crate::handshake::secure::{SecureChannel, SecureError, respond_to};
+use crate::handshake::secure::respond_to;
 use crate::handshake::ticket::check_ticket;
 use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::target::Identity;

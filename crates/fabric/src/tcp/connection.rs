@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
+use aquifer_secure_channel::RecordCipher;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::net::{RecvFlags, SendFlags};
 
@@ -11,7 +12,6 @@ use super::reply::AnswerBuffer;
 use super::serve::AcceptedConnection;
 use super::session::{ANSWERS_BYTES_MAX, ProtocolViolation, TcpSession};
 use super::target::TcpShared;
-use crate::handshake::secure::RecordCipher;
 
 /// Size of the input buffer during a turn. Requests that arrive together are served together.
 const INPUT_BYTES: usize = 256 << 10;

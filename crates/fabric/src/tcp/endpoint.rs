@@ -13,6 +13,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use aquifer_secure_channel::RecordCipher;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
@@ -26,7 +27,6 @@ use super::wire::{self, RequestHead, padded};
 use crate::Memory;
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
-use crate::handshake::secure::RecordCipher;
 use crate::handshake::{self, ClusterKey, Credential, HANDSHAKE_TIMEOUT, Ticket, TicketSecret};
 use crate::locals::LocalMemories;
 use crate::memory::copy;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use aquifer_secure_channel::RecordCipher;
 use parking_lot::Mutex;
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
@@ -19,7 +20,6 @@ use super::connection::{ServedConnection, TurnBuffers};
 use super::session::{ANSWERS_BYTES_MAX, TcpSession};
 use super::target::{TcpPeer, TcpShared};
 use super::wire::{self, AnswerHead};
-use crate::handshake::secure::RecordCipher;
 use crate::wake::WakeFd;
 
 /// Bound of the events taken from epoll at a time.

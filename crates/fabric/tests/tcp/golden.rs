@@ -1,5 +1,5 @@
 //! Golden bytes of `docs/formats/fabric-tcp.md`: requests and answers of an open connection.
-//! A changed golden file needs a new version there (`handshake::secure::VERSION`).
+//! A changed golden file needs a new version there (`VERSION` of `crates/secure-channel`).
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

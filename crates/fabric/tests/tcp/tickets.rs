@@ -3,9 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_fabric::handshake::hello::{self, Hello, Reply};
-use aquifer_fabric::handshake::secure::{self, SecureError};
+use aquifer_fabric::handshake::secure;
 use aquifer_fabric::handshake::{Credential, Refusal};
 use aquifer_fabric::{Admission, Ticket, TicketSecret, UnixClock};
+use aquifer_secure_channel::SecureError;
 
 use super::*;
 

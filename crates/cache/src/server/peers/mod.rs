@@ -18,7 +18,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use aquifer_fabric::handshake::secure::RecordCipher;
+use aquifer_secure_channel::RecordCipher;
 
 use super::dealing::WorkerHandle;
 use super::stream::{PeerCipher, Security, Stream};

@@ -1,11 +1,11 @@
 //! Receives answers and completes operations in the order of posting.
 
+use aquifer_secure_channel::SecureError;
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
 
 use super::direct::DirectOutcome;
 use super::{PendingWork, TcpEndpoint};
-use crate::handshake::secure::SecureError;
 use crate::memory::copy;
 use crate::mutation::Mutation;
 use crate::tcp::wire::{self, ANSWER_BYTES, AnswerHead, padded};

@@ -5,10 +5,11 @@ use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use aquifer_secure_channel::RecordCipher;
+
 use super::{PendingWork, TcpEndpoint, open_session};
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, Resume, Welcome};
-use crate::handshake::secure::RecordCipher;
 use crate::handshake::{Credential, HANDSHAKE_TIMEOUT, RefusalCode};
 use crate::tcp::wire::{self, RequestHead};
 use crate::work::{EndpointError, Verb, WorkError};
