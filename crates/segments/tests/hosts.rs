@@ -306,6 +306,25 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
     }
 }
 
+/// The target has memory of the old length, because it was prepared, and nothing told it that the
+/// hand-over was given up.
+#[test]
+fn a_target_prepares_for_another_length_of_the_same_number() {
+    let cluster = Cluster::start(2);
+    let [first, second] = &cluster.hosts[..] else { unreachable!() };
+    for pages in [1, 3, 2] {
+        first.allocate(SEGMENT, pages * PAGE as u64, "worker-1").unwrap();
+        first.connect(SEGMENT, "worker-2").unwrap();
+        first.abort(SEGMENT).unwrap();
+        first.deallocate(SEGMENT).unwrap();
+    }
+    let memory = first.allocate(SEGMENT, BYTES, "worker-1").unwrap().data;
+    write(&memory, 3, 7);
+    let memory = cluster.pass_on(0, 1);
+    second.pull_all(SEGMENT).unwrap();
+    assert_eq!(value_of(&memory, 3), 7);
+}
+
 /// Descriptors of this process for the bytes of segments.
 fn count_descriptors() -> usize {
     let links = std::fs::read_dir("/proc/self/fd")

@@ -1,14 +1,15 @@
 //! Answers other agents, in the thread of the target that receives their messages.
 
+use std::sync::Weak;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Weak};
 
 use aquifer_fabric::{Host, MessageHandler, Sender as MessageSender};
-use parking_lot::Mutex;
 
 use super::SegmentKey;
+use super::jobs::Job;
 use super::memory::{PAGE_BYTES, SegmentMemory};
-use super::shared::{HostShared, Job, Segment};
+use super::segment_table::SharedSegment;
+use super::shared::{HostShared, Segment};
 use super::wire::{Answer, Ask, CopyPlace, Request};
 use crate::ownership::{Holder, Holding, Input, Message, Output};
 use crate::pulling::{Lineage, Link, Puller};
@@ -23,7 +24,7 @@ impl HostShared {
         }
         match ask {
             Ask::Release { generation } => {
-                self.leave(Job::Release(*segment, *generation));
+                self.jobs.push(Job::Release(*segment, *generation));
                 return Some(Answer::Done);
             }
             Ask::Place { generation } => {
@@ -37,7 +38,7 @@ impl HostShared {
         {
             let mut entry = entry.lock();
             let message = match ask {
-                Ask::Prepare { process, .. } if !self.has_process(segment.tenant, process) => {
+                Ask::Prepare { process, .. } if !self.processes.contains(segment.tenant, process) => {
                     Message::Prepare(0)
                 }
                 _ => entry.admitted(request)?,
@@ -55,7 +56,7 @@ impl HostShared {
                 (ask, entry.holder.holding())
             {
                 entry.process.clone_from(process);
-                entry.identity = self.identity_of(segment.tenant, process);
+                entry.identity = self.processes.identity(segment.tenant, process);
                 entry.address = *address;
             }
             entry.save();
@@ -67,25 +68,14 @@ impl HostShared {
         let at = outputs.iter().position(is_answer)?;
         let Output::Send(_, message) = outputs.remove(at) else { return None };
         if !outputs.is_empty() {
-            self.leave(Job::CarryOut(*segment, outputs));
+            self.jobs.push(Job::CarryOut(*segment, outputs));
         }
         Answer::of(message)
     }
 
-    pub(super) fn has_process(&self, tenant: u32, process: &str) -> bool {
-        self.processes.lock().contains_key(&(tenant, process.to_owned()))
-    }
-
-    pub(super) fn leave(&self, job: Job) {
-        if let Some(jobs) = &*self.jobs.lock() {
-            let _ = jobs.send(job);
-        }
-    }
-
     /// The entry of a segment, with memory if it is to be prepared.
-    pub(super) fn entry_for(&self, segment: SegmentKey, ask: &Ask) -> Option<Arc<Mutex<Segment>>> {
-        let new = || Arc::new(Mutex::new(Segment::absent(self.own)));
-        let entry = Arc::clone(self.segments.lock().entry(segment).or_insert_with(new));
+    pub(super) fn entry_for(&self, segment: SegmentKey, ask: &Ask) -> Option<SharedSegment> {
+        let entry = self.segments.get_or_add(segment, self.own);
         if let Ask::Prepare { bytes, .. } = ask
             && entry.lock().bytes() != Some(*bytes)
         {
@@ -95,34 +85,25 @@ impl HostShared {
             };
             let former = match &mut *entry.lock() {
                 idle if is_idle(idle) => idle.memory.take(),
-                _ => return Some(Arc::clone(&entry)),
+                _ => return Some(SharedSegment::clone(&entry)),
             };
-            former.iter().for_each(|former| self.close_memory(former));
+            former.into_iter().for_each(|former| self.memories.retire(former));
             let is_length = *bytes > 0 && bytes.is_multiple_of(PAGE_BYTES);
-            let memory = is_length.then(|| self.new_memory(segment, *bytes));
+            let memory = is_length.then(|| self.memories.allocate(segment, *bytes));
             match memory {
                 Some(Ok(memory)) => entry.lock().memory = Some(memory),
                 refused => {
                     if let Some(Err(error)) = refused {
                         tracing::warn!(%error, "no memory for a segment");
                     }
-                    self.forget_if_new(segment, &entry);
+                    // Nothing was decided of it.
+                    let absent = Holder::absent(self.own);
+                    self.segments.remove_if(segment, &entry, |entry| entry.holder == absent);
                     return None;
                 }
             }
         }
         Some(entry)
-    }
-
-    /// Forgets a segment of which nothing was decided, unless another thread has its entry.
-    fn forget_if_new(&self, segment: SegmentKey, entry: &Arc<Mutex<Segment>>) {
-        let mut segments = self.segments.lock();
-        let is_known = segments.get(&segment).is_some_and(|known| Arc::ptr_eq(known, entry));
-        // One is the caller's.
-        let is_alone = Arc::strong_count(entry) == 2;
-        if is_known && is_alone && entry.lock().holder == Holder::absent(self.own) {
-            segments.remove(&segment);
-        }
     }
 
     /// Begins to pull the pages of a segment that has just arrived.
@@ -140,7 +121,7 @@ impl HostShared {
 
     /// Where a copy is now.
     fn place_of(&self, segment: SegmentKey, generation: u64) -> Option<CopyPlace> {
-        let entry = self.segments.lock().get(&segment).cloned()?;
+        let entry = self.segments.get(segment)?;
         let entry = entry.lock();
         self.own_place(entry.memory.as_ref()?, generation)
     }
@@ -148,7 +129,7 @@ impl HostShared {
     pub(super) fn own_place(&self, memory: &SegmentMemory, generation: u64) -> Option<CopyPlace> {
         let [data, present] = memory.place(generation)?;
         let link = Link { at: self.own, generation };
-        Some(CopyPlace { link, address: self.target.address(), data, present })
+        Some(CopyPlace { link, address: self.memories.target().address(), data, present })
     }
 }
 

@@ -11,7 +11,7 @@ use aquifer_arena::copies::CopyRecord;
 use aquifer_fabric::Memory;
 
 use super::copy_records::{Author, CopiesChange, Restoration};
-use super::memory::SegmentMemory;
+use super::restores::RestoringMemory;
 use super::shared::{Arrival, HostShared};
 use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentHost, SegmentKey};
@@ -40,16 +40,6 @@ pub struct Restoring {
     pub data: Arc<Memory>,
     /// Where the copies are.
     pub record: CopyRecord,
-}
-
-/// The memory of a segment that is being restored.
-#[derive(Debug)]
-pub(super) struct RestoringMemory {
-    pub memory: SegmentMemory,
-    /// The process that restores it.
-    process: String,
-    /// The copies that it reads.
-    record: CopyRecord,
 }
 
 impl SegmentHost {
@@ -167,15 +157,15 @@ impl SegmentHost {
         let range = shared.registry.range(segment)?.filter(|(_, bytes)| *bytes == record.bytes);
         let (address, bytes) = range.ok_or(SegmentError::CopyRecord(segment))?;
         self.end_restore(segment, process);
-        if shared.restoring.lock().contains_key(&segment) {
+        if shared.restores.contains(segment) {
             return Err(SegmentError::Exists(segment));
         }
         shared.close_idle(segment);
-        let memory = shared.new_memory(segment, bytes)?;
+        let memory = shared.memories.allocate(segment, bytes)?;
         let data = Arc::clone(&memory.data);
         let restoring = RestoringMemory { memory, process: process.to_owned(), record: record.clone() };
-        let former = shared.restoring.lock().insert(segment, restoring);
-        former.iter().for_each(|former| shared.close_memory(&former.memory));
+        let former = shared.restores.add(segment, restoring);
+        former.iter().for_each(|former| shared.memories.free(&former.memory));
         Ok(Restoring { address, data, record })
     }
 
@@ -187,12 +177,8 @@ impl SegmentHost {
     pub fn finish_restore(&self, segment: SegmentKey, process: &str) -> Result<Arrival, SegmentError> {
         let shared = &self.shared;
         let _alone = shared.creating.lock();
-        let restoring = {
-            let mut all = shared.restoring.lock();
-            let is_its = all.get(&segment).is_some_and(|restoring| restoring.process == process);
-            if is_its { all.remove(&segment) } else { None }
-        };
-        let restoring = restoring.ok_or(SegmentError::NotRestoring(segment))?;
+        let restoring =
+            shared.restores.remove_of(segment, process).ok_or(SegmentError::NotRestoring(segment))?;
         let restored = shared.evidence(segment).and_then(|evidence| {
             Ok(shared.registry.restore(segment, shared.own, &restoring.record, evidence)?)
         });
@@ -202,38 +188,30 @@ impl SegmentHost {
             }
             // It may be owned already, by a transaction without an answer.
             Err(error) => {
-                shared.restoring.lock().insert(segment, restoring);
+                shared.restores.add(segment, restoring);
                 return Err(error);
             }
             Ok(Restoration::Exists) => SegmentError::Exists(segment),
             Ok(Restoration::Changed) => SegmentError::CopiesChanged(segment),
             Ok(Restoration::Busy) => SegmentError::Busy(segment),
         };
-        shared.close_memory(&restoring.memory);
+        shared.memories.free(&restoring.memory);
         Err(error)
     }
 
     /// Gives up what a process was restoring that has ended.
     pub fn end_restores(&self, tenant: u32, process: &str) {
-        let segments: Vec<SegmentKey> = self
-            .shared
-            .restoring
-            .lock()
-            .iter()
-            .filter(|(segment, restoring)| segment.tenant == tenant && restoring.process == process)
-            .map(|(segment, _)| *segment)
-            .collect();
+        let segments = self.shared.restores.of_process(tenant, process);
         segments.into_iter().for_each(|segment| self.end_restore(segment, process));
     }
 
     /// Gives up what a process was restoring.
     pub fn end_restore(&self, segment: SegmentKey, process: &str) {
-        let restoring = {
-            let mut all = self.shared.restoring.lock();
-            let is_its = all.get(&segment).is_some_and(|restoring| restoring.process == process);
-            if is_its { all.remove(&segment) } else { None }
-        };
-        restoring.iter().for_each(|restoring| self.shared.close_memory(&restoring.memory));
+        self.shared
+            .restores
+            .remove_of(segment, process)
+            .iter()
+            .for_each(|restoring| self.shared.memories.free(&restoring.memory));
     }
 
     /// Gives up a segment that has copies: it is lost then, and can be restored from them.
@@ -253,7 +231,7 @@ impl HostShared {
     /// What this host knows of a segment that is not owned here.
     pub(super) fn evidence(&self, segment: SegmentKey) -> Result<Evidence, SegmentError> {
         let Some(record) = self.registry.find(segment)? else { return Ok(Evidence::default()) };
-        let is_here = self.segments.lock().get(&segment).cloned().is_some_and(|entry| {
+        let is_here = self.segments.get(segment).is_some_and(|entry| {
             matches!(entry.lock().holder.holding(), Holding::Owned { .. } | Holding::Sent { .. })
         });
         let unheld = Some(self.own).filter(|own| record.owner == *own && !is_here);
@@ -279,13 +257,13 @@ impl HostShared {
 
     /// Gives up a copy of a lost segment that this host has had once.
     fn close_idle(&self, segment: SegmentKey) {
-        let Some(entry) = self.segments.lock().get(&segment).cloned() else { return };
+        let Some(entry) = self.segments.get(segment) else { return };
         let idle = {
             let mut entry = entry.lock();
             let is_absent = matches!(entry.holder.holding(), Holding::Absent | Holding::Prepared { .. });
             let is_idle = entry.puller.as_ref().is_none_or(Puller::is_idle);
             if is_absent && is_idle { entry.memory.take() } else { None }
         };
-        idle.iter().for_each(|memory| self.close_memory(memory));
+        idle.iter().for_each(|memory| self.memories.free(memory));
     }
 }

@@ -7,10 +7,14 @@
 //!   `copy_calls` what programs ask about them.
 //! - [`memory`] is a copy of a segment, which other hosts read, and its `journal`. The keeper holds
 //!   both ([`kept`]), and the next process of the agent goes on from there (`restore`).
-//! - `numbers` bounds how many segments a user can use, one after the other.
-//! - [`wire`] has the messages between agents, and `peer` the connections to them.
-//! - [`programs`] serves the programs of this host. `processes` has their names, `arrivals` what
-//!   has arrived for them, and `served` serves their touches of pages that are elsewhere.
+//! - `memories` allocates the memory within the limits of each user, and `numbers` bounds how many
+//!   segments a user can use, one after the other.
+//! - `segment_table` has the segments that this host knows, and `restores` those that programs are
+//!   restoring from copies. `shared` has the lock order.
+//! - [`wire`] has the messages between agents, and `peer` and `peers` the connections to them.
+//! - [`programs`] serves the programs of this host. `processes` opens and closes them, `arrivals`
+//!   has the segments that have arrived for them, and `served` serves their touches of pages that
+//!   are elsewhere.
 //! - [`statistics`] has what was done.
 //! - [`service`] is the interface. `outputs` and `pulls` carry out what the state machines of
 //!   [`crate::ownership`] and [`crate::pulling`] decide, and `answers` answers other agents.
@@ -22,13 +26,17 @@ mod copy_calls;
 pub mod copy_records;
 mod error;
 mod held_bytes;
+mod jobs;
 mod journal;
 pub mod kept;
+mod memories;
 pub mod memory;
 mod numbers;
+mod open_processes;
 mod outputs;
 mod pace;
 mod peer;
+mod peers;
 mod precedence;
 mod processes;
 pub mod programs;
@@ -36,6 +44,8 @@ mod pulls;
 pub mod ranges;
 pub mod registry;
 mod restore;
+mod restores;
+mod segment_table;
 mod served;
 pub mod service;
 mod shared;

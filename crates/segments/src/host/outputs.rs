@@ -2,15 +2,16 @@
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::SegmentKey;
+use super::jobs::Job;
 use super::peer::{Lane, Peer};
-use super::shared::{HostShared, Job, Segment, warn_of_directory};
+use super::peers::SharedPeer;
+use super::shared::{HostShared, Segment, warn_of_directory};
 use super::wire::{Answer, Ask, Request};
 use crate::ownership::{Holding, Input, Life, Message, Output};
 
@@ -34,7 +35,7 @@ impl HostShared {
                 self.follow_access(&mut entry);
                 entry.save();
                 if was_sent && entry.holder.holding() == Holding::Absent && entry.released > 0 {
-                    self.leave(Job::Release(segment, entry.released));
+                    self.jobs.push(Job::Release(segment, entry.released));
                 }
             }
             if let Some(process) = returned {
@@ -121,23 +122,17 @@ impl HostShared {
         let peer = self.peer(request.to, Lane::Urgent, None)?;
         let answer = peer.lock().ask(request);
         if answer.is_none() {
-            self.forget_peer(request.to, Lane::Urgent, &peer);
+            self.peers.remove(request.to, Lane::Urgent, &peer);
         }
         answer
     }
 
     /// The connection to an agent; `None` if it cannot be reached.
-    pub(super) fn peer(
-        &self,
-        life: Life,
-        lane: Lane,
-        address: Option<SocketAddr>,
-    ) -> Option<Arc<Mutex<Peer>>> {
-        let known = self.peers.lock().get(&(life, lane)).cloned();
-        match known {
+    pub(super) fn peer(&self, life: Life, lane: Lane, address: Option<SocketAddr>) -> Option<SharedPeer> {
+        match self.peers.get(life, lane) {
             // The next connection has no such memory. Users of this one go on with it.
             Some(peer) if peer.try_lock().is_some_and(|peer| peer.has_unused_memory()) => {
-                self.forget_peer(life, lane, &peer);
+                self.peers.remove(life, lane, &peer);
             }
             Some(peer) => return Some(peer),
             None => {}
@@ -146,15 +141,7 @@ impl HostShared {
             Some(address) => address,
             None => self.registry.address(life).inspect_err(warn_of_directory).ok()??,
         };
-        let peer = Arc::new(Mutex::new(Peer::connect(address, &self.key, self.identity)?));
-        Some(Arc::clone(self.peers.lock().entry((life, lane)).or_insert(peer)))
-    }
-
-    pub(super) fn forget_peer(&self, life: Life, lane: Lane, peer: &Arc<Mutex<Peer>>) {
-        let mut peers = self.peers.lock();
-        if peers.get(&(life, lane)).is_some_and(|known| Arc::ptr_eq(known, peer)) {
-            peers.remove(&(life, lane));
-        }
+        Some(self.peers.add(life, lane, Peer::connect(address, &self.key, self.identity)?))
     }
 
     /// Does the work that the handler has left, and looks after what is unknown.
@@ -165,9 +152,10 @@ impl HostShared {
                 self.tick();
                 next_tick = Instant::now() + TICK;
             }
+            self.memories.close_retired();
             match jobs.recv_timeout(next_tick.saturating_duration_since(Instant::now())) {
                 Ok(Job::CarryOut(segment, outputs)) => {
-                    let entry = self.segments.lock().get(&segment).cloned();
+                    let entry = self.segments.get(segment);
                     let Some(entry) = entry else { continue };
                     for output in outputs {
                         if let Some(input) = self.carry_out(segment, &entry, output) {
@@ -183,11 +171,9 @@ impl HostShared {
     }
 
     pub(super) fn tick(&self) {
-        let entries: Vec<_> =
-            self.segments.lock().iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
         // A host that does not answer is asked once.
         let mut silent = Vec::new();
-        for (segment, entry) in entries {
+        for (segment, entry) in self.segments.all() {
             let target = match entry.lock().holder.holding() {
                 Holding::Sent { to, .. } => Some(to),
                 _ => None,
@@ -203,7 +189,7 @@ impl HostShared {
 
     /// Gives up the memory of a segment that has left. What was decided of it is not forgotten.
     pub(super) fn release(&self, segment: SegmentKey, generation: u64) {
-        let Some(entry) = self.segments.lock().get(&segment).cloned() else { return };
+        let Some(entry) = self.segments.get(segment) else { return };
         let memory = {
             let mut entry = entry.lock();
             // It may not know yet that the segment has arrived, and looks again when it does.
@@ -215,7 +201,7 @@ impl HostShared {
             if is_needed { None } else { entry.memory.take() }
         };
         if let Some(memory) = memory {
-            self.close_memory(&memory);
+            self.memories.free(&memory);
         }
     }
 }

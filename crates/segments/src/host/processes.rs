@@ -1,6 +1,5 @@
 //! The processes of this host, by their names.
 
-use std::collections::btree_map::Entry;
 use std::time::Duration;
 
 use aquifer_arena::calls::Tenure;
@@ -36,14 +35,13 @@ impl SegmentHost {
         {
             return Err(SegmentError::NameTaken(process.to_owned()));
         }
-        match shared.processes.lock().entry((tenant, process.to_owned())) {
-            Entry::Occupied(_) => return Err(SegmentError::NameTaken(process.to_owned())),
-            Entry::Vacant(free) => free.insert(identity),
-        };
+        if !shared.processes.add(tenant, process, identity) {
+            return Err(SegmentError::NameTaken(process.to_owned()));
+        }
         // It asks again for the outcome of hand-overs that are under way.
         let mut awaited = Vec::new();
         for (id, tenure) in held {
-            let entry = shared.segments.lock().get(&SegmentKey { tenant, id: *id }).cloned();
+            let entry = shared.segments.get(SegmentKey { tenant, id: *id });
             if let Some(entry) = entry {
                 let mut entry = entry.lock();
                 let is_same = entry.identity.is_some() && entry.identity == identity;
@@ -93,7 +91,7 @@ impl SegmentHost {
             left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
             let removed = self.shared.registry.remove_process(tenant, process);
             // Last, so that nothing of this is done to the next process of the name.
-            self.shared.processes.lock().remove(&(tenant, process.to_owned()));
+            self.shared.processes.remove(tenant, process);
             removed?;
         }
         Ok(())
@@ -112,6 +110,6 @@ impl SegmentHost {
     /// Whether a process is open.
     #[must_use]
     pub fn has_process(&self, tenant: u32, process: &str) -> bool {
-        self.shared.has_process(tenant, process)
+        self.shared.processes.contains(tenant, process)
     }
 }

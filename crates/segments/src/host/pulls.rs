@@ -211,7 +211,7 @@ impl HostShared {
                 if let Some(ends) = ends {
                     return ends;
                 }
-                self.forget_peer(from.at, lane, &peer);
+                self.peers.remove(from.at, lane, &peer);
             }
             // An agent that has died may come again, and has its memory then.
             if matches!(self.registry.lives(from.at), Ok(false)) || self.is_ending() {

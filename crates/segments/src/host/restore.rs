@@ -1,16 +1,13 @@
 //! What an earlier process of the agent has left.
 
-use std::sync::Arc;
-
 use aquifer_directory::DirectoryRetries;
-use aquifer_ipc::HeldKind;
-use parking_lot::Mutex;
 
+use super::jobs::Job;
 use super::journal::JournalEntry;
 use super::kept::KeptSegment;
-use super::memory::{SEGMENT_DESCRIPTORS, SegmentMemory};
+use super::memory::SegmentMemory;
 use super::programs::ProcessIdentity;
-use super::shared::{HostShared, Job, Segment};
+use super::shared::{HostShared, Segment};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::{Holding, Input};
 use crate::pulling::{Lineage, Puller};
@@ -24,28 +21,17 @@ impl HostShared {
         retries: &DirectoryRetries,
     ) -> Result<(), SegmentError> {
         for kept in kept {
-            let number = kept.number;
-            let holder = (number, kept.segment.tenant);
-            let descriptors = self.descriptors.charge_always(kept.segment.tenant, SEGMENT_DESCRIPTORS);
-            let recovered =
-                SegmentMemory::recover(&self.target, holder, kept.data, kept.present, descriptors);
-            if let Ok((memory, _)) = &recovered {
-                self.held_bytes.charge_always(memory.owner(), memory.bytes());
-            }
-            match recovered {
-                Ok((memory, Some(entry))) if entry.holder.own() == self.own => {
-                    self.restore_segment(kept.segment, memory, entry, retries)?;
+            let segment = kept.segment;
+            match self.memories.recover(kept) {
+                Some((memory, Some(entry))) if entry.holder.own() == self.own => {
+                    self.restore_segment(segment, memory, entry, retries)?;
                 }
                 // It was never used.
-                Ok((memory, _)) => self.close_memory(&memory),
-                Err(error) => {
-                    let segment = kept.segment;
-                    tracing::error!(%segment, %error, "a kept segment is unusable; it is lost");
-                    self.keeper.release(HeldKind::Segment, number);
-                }
+                Some((memory, _)) => self.memories.free(&memory),
+                None => {}
             }
         }
-        let is_held = |segment| self.segments.lock().contains_key(&segment);
+        let is_held = |segment| self.segments.contains(segment);
         let owned = retries.repeat(|| self.registry.segments_of(self.own))?;
         for lost in owned.into_iter().filter(|segment| !is_held(*segment)) {
             tracing::error!(segment = %lost, "a segment was lost with the agent's last process");
@@ -84,19 +70,19 @@ impl HostShared {
             }
             Holding::Absent | Holding::Prepared { .. } => false,
         };
-        let newer = self.segments.lock().get(&segment).cloned();
+        let newer = self.segments.get(segment);
         let newer = newer.is_some_and(|other| other.lock().generation() > restored.generation());
         if is_gone || newer {
-            restored.memory.iter().for_each(|memory| self.close_memory(memory));
+            restored.memory.iter().for_each(|memory| self.memories.free(memory));
             return Ok(());
         }
         let mut outputs = Vec::new();
         restored.holder.step(&Input::Restarted, &mut outputs);
         restored.save();
-        let older = self.segments.lock().insert(segment, Arc::new(Mutex::new(restored)));
+        let older = self.segments.replace(segment, restored);
         let older = older.and_then(|older| older.lock().memory.take());
-        older.iter().for_each(|memory| self.close_memory(memory));
-        self.leave(Job::CarryOut(segment, outputs));
+        older.iter().for_each(|memory| self.memories.free(memory));
+        self.jobs.push(Job::CarryOut(segment, outputs));
         Ok(())
     }
 
@@ -108,14 +94,8 @@ impl HostShared {
         process: &str,
         identity: Option<ProcessIdentity>,
     ) -> bool {
-        let entries: Vec<_> = self
-            .segments
-            .lock()
-            .iter()
-            .filter(|(segment, _)| segment.tenant == tenant)
-            .map(|(_, entry)| Arc::clone(entry))
-            .collect();
-        entries.iter().any(|entry| {
+        let segments = self.segments.all();
+        segments.iter().filter(|(segment, _)| segment.tenant == tenant).any(|(_, entry)| {
             let entry = entry.lock();
             let owner = entry.identity.filter(|_| entry.holder.has_access() && entry.process == process);
             owner.is_some_and(|owner| Some(owner) != identity && owner.is_running())
@@ -124,7 +104,7 @@ impl HostShared {
 
     /// Whether the host is being dropped.
     pub(super) fn is_ending(&self) -> bool {
-        self.jobs.lock().is_none()
+        self.jobs.has_ended()
     }
 }
 

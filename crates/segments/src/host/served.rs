@@ -63,7 +63,8 @@ impl ServedFaults {
     ) -> Result<(), SegmentError> {
         let Some(faults) = self.faults() else { return Ok(()) };
         let stop = Arc::clone(&self.stop);
-        let (host, charge) = (Arc::clone(host), host.descriptors.charge(segment.tenant, THREAD_DESCRIPTORS)?);
+        let (host, charge) =
+            (Arc::clone(host), host.memories.descriptors().charge(segment.tenant, THREAD_DESCRIPTORS)?);
         let serve = move || {
             run(&host, &faults, &stop);
             // This may be the last close. The thread counts until it has returned.
@@ -160,7 +161,7 @@ impl HostShared {
         if !is_userfaultfd(&uffd) {
             return Err(SegmentError::Thread(io::Error::other("the descriptor is no userfaultfd")));
         }
-        let entry = self.segments.lock().get(&segment).cloned();
+        let entry = self.segments.get(segment);
         let entry = entry.ok_or(SegmentError::NotOwned(segment))?;
         let (address, bytes) = entry.lock().place().ok_or(SegmentError::NotOwned(segment))?;
         let served = ServedFaults::new(PageFaults::new(uffd, address, bytes))?;
@@ -181,7 +182,7 @@ impl HostShared {
 
     /// Whether the faults of a process's segment may be served.
     pub(super) fn may_serve(&self, segment: SegmentKey, process: &str) -> bool {
-        let entry = self.segments.lock().get(&segment).cloned();
+        let entry = self.segments.get(segment);
         entry.is_some_and(|entry| {
             let entry = entry.lock();
             entry.may_serve() && entry.process == process
@@ -190,7 +191,7 @@ impl HostShared {
 
     /// Ends the serving of a segment's faults.
     pub(super) fn end_faults(&self, segment: SegmentKey) {
-        if let Some(entry) = self.segments.lock().get(&segment).cloned() {
+        if let Some(entry) = self.segments.get(segment) {
             entry.lock().served = None;
         }
     }

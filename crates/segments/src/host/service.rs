@@ -5,9 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -24,13 +22,18 @@ use super::SegmentKey;
 use super::answers::Handler;
 use super::arrivals::Arrivals;
 use super::error::SegmentError;
-use super::held_bytes::HeldBytes;
+use super::jobs::JobQueue;
 use super::kept::{HostLease, KeptSegment};
+use super::memories::Memories;
 use super::memory::{PAGE_BYTES, SegmentMemory};
+use super::open_processes::OpenProcesses;
 use super::pace::Pace;
+use super::peers::Peers;
 use super::precedence::Precedence;
 use super::programs::ProcessIdentity;
 use super::registry::{Creation, Registry};
+use super::restores::Restores;
+use super::segment_table::{SegmentTable, SharedSegment};
 use super::served::ServedFaults;
 use super::shared::{Arrival, HostShared, Segment};
 use super::statistics::Statistics;
@@ -114,32 +117,30 @@ impl SegmentHost {
         let target = TcpTarget::listen(listen.unwrap_or(local), key, tcp)?;
         let registry = Registry::new(directory);
         let address = listen.map(|_| target.address());
-        let (jobs, next_job) = channel();
+        let (jobs, next_job) = JobQueue::new();
+        let next_number = 1 + kept.iter().map(|kept| kept.number).max().unwrap_or(0);
+        let descriptors = Arc::clone(&options.descriptors);
+        let memories = Memories::new(target, keeper, next_number, bytes_per_tenant, descriptors);
         let shared = Arc::new(HostShared {
             own,
             identity: Identity { host: Host(own.host), epoch: own.epoch, tenant: AGENTS },
             key: key.clone(),
             registry,
-            target,
-            segments: Mutex::default(),
-            restoring: Mutex::default(),
+            segments: SegmentTable::default(),
+            memories,
+            restores: Restores::default(),
             creating: Mutex::default(),
-            peers: Mutex::default(),
+            peers: Peers::default(),
             lease: lease.id,
-            processes: Mutex::default(),
+            processes: OpenProcesses::default(),
             arrivals: Arrivals::default(),
-            held_bytes: HeldBytes::new(bytes_per_tenant),
-            numbers: Mutex::default(),
             precedence: Precedence::default(),
-            descriptors: Arc::clone(&options.descriptors),
             pace: Pace::new(pull_rate),
             statistics: Statistics::default(),
-            keeper,
-            next_number: AtomicU64::new(1 + kept.iter().map(|kept| kept.number).max().unwrap_or(0)),
-            jobs: Mutex::new(Some(jobs)),
+            jobs,
         });
         shared.restore(kept, &options.retries)?;
-        shared.target.answer_messages(Arc::new(Handler(Arc::downgrade(&shared))));
+        shared.memories.target().answer_messages(Arc::new(Handler(Arc::downgrade(&shared))));
         let own_shared = Arc::clone(&shared);
         let work = move || own_shared.work(&next_job);
         let worker = std::thread::Builder::new().name("segments".into()).spawn(work);
@@ -189,7 +190,7 @@ impl SegmentHost {
         if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) || bytes > SEGMENT_BYTES_MAX as u64 {
             return Err(SegmentError::Length(bytes));
         }
-        let memory = shared.new_memory(segment, bytes)?;
+        let memory = shared.memories.allocate(segment, bytes)?;
         let _alone = shared.creating.lock();
         let mut created = shared.registry.create(segment, shared.own, bytes, Evidence::default());
         if let Ok(Creation::Exists) = created
@@ -200,7 +201,7 @@ impl SegmentHost {
         let (address, generation) = match created {
             Ok(Creation::Created { address, generation }) => (address, generation),
             failed => {
-                shared.close_memory_now(&memory);
+                shared.memories.free_now(&memory);
                 return Err(match failed? {
                     Creation::Exists => SegmentError::Exists(segment),
                     Creation::HasCopies => SegmentError::HasCopies(segment),
@@ -226,7 +227,7 @@ impl SegmentHost {
         debug_assert!(is_begun, "there is no other map");
         let copies = Vec::from_iter(shared.own_place(&memory, generation));
         let holder = Holder::owner(shared.own, generation);
-        let identity = shared.identity_of(segment.tenant, process);
+        let identity = shared.processes.identity(segment.tenant, process);
         let process = process.to_owned();
         let mut new = Segment {
             holder,
@@ -239,10 +240,10 @@ impl SegmentHost {
         };
         new.save();
         let arrival = new.arrival(segment).expect("it has memory");
-        let former = shared.segments.lock().insert(segment, Arc::new(Mutex::new(new)));
+        let former = shared.segments.replace(segment, new);
         // A copy of a segment that had this number and was deallocated.
         let copy = former.and_then(|former| former.lock().memory.take());
-        copy.iter().for_each(|copy| shared.close_memory(copy));
+        copy.iter().for_each(|copy| shared.memories.free(copy));
         arrival
     }
 
@@ -269,7 +270,7 @@ impl SegmentHost {
             memory
         };
         shared.release_copies(segment, &entry);
-        memory.iter().for_each(|memory| shared.close_memory_now(memory));
+        memory.iter().for_each(|memory| shared.memories.free_now(memory));
         Ok(())
     }
 
@@ -366,7 +367,7 @@ impl SegmentHost {
     /// Whether a process has, or had last, a segment for this tenure.
     #[must_use]
     pub fn is_tenure(&self, segment: SegmentKey, process: &str, tenure: Tenure) -> bool {
-        let entry = self.shared.segments.lock().get(&segment).cloned();
+        let entry = self.shared.segments.get(segment);
         entry.is_some_and(|entry| {
             let entry = entry.lock();
             entry.process == process && entry.tenure() == tenure
@@ -378,7 +379,7 @@ impl SegmentHost {
     /// # Errors
     /// Those of [`Self::transfer`].
     pub fn transfer_again(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
-        let entry = self.shared.segments.lock().get(&segment).cloned();
+        let entry = self.shared.segments.get(segment);
         // It is not here any more: it has arrived.
         let Some(entry) = entry else { return Ok(()) };
         {
@@ -427,7 +428,7 @@ impl SegmentHost {
             if !self.has_process(segment.tenant, &target) {
                 return Err(SegmentError::Declined(segment));
             }
-            entry.identity = self.shared.identity_of(segment.tenant, &target);
+            entry.identity = self.shared.processes.identity(segment.tenant, &target);
             entry.process.clone_from(&target);
             entry.passes += 1;
             entry.save();
@@ -458,14 +459,12 @@ impl SegmentHost {
     /// The segments that are owned here, by user and number.
     #[must_use]
     pub fn list_all(&self) -> Vec<SegmentStatus> {
-        let entries: Vec<_> =
-            self.shared.segments.lock().iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
-        let status = |(segment, entry): (SegmentKey, Arc<Mutex<Segment>>)| {
+        let status = |(segment, entry): (SegmentKey, SharedSegment)| {
             let status = entry.lock().status(segment)?;
-            let is_open = self.shared.has_process(segment.tenant, &status.process);
+            let is_open = self.shared.processes.contains(segment.tenant, &status.process);
             Some(SegmentStatus { is_open, ..status })
         };
-        entries.into_iter().filter_map(status).collect()
+        self.shared.segments.all().into_iter().filter_map(status).collect()
     }
 
     /// What was done since the start.
@@ -581,16 +580,16 @@ impl SegmentHost {
         Ok(())
     }
 
-    pub(super) fn owned(&self, segment: SegmentKey) -> Result<Arc<Mutex<Segment>>, SegmentError> {
+    pub(super) fn owned(&self, segment: SegmentKey) -> Result<SharedSegment, SegmentError> {
         self.shared.owned(segment)
     }
 }
 
 impl Drop for SegmentHost {
     fn drop(&mut self) {
-        let segments: Vec<_> = self.shared.segments.lock().keys().copied().collect();
-        segments.into_iter().for_each(|segment| self.shared.end_faults(segment));
-        self.shared.jobs.lock().take();
+        let segments = self.shared.segments.all();
+        segments.iter().for_each(|(segment, _)| self.shared.end_faults(*segment));
+        self.shared.jobs.end();
         let ended = self.worker.take().map(JoinHandle::join);
         debug_assert!(ended.is_none_or(|ended| ended.is_ok()), "the thread of segments panicked");
     }

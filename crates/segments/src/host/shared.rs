@@ -1,82 +1,62 @@
 //! What the parts of a host share.
 
-use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
 
 use aquifer_arena::calls::{Answer, SegmentStatus, Tenure};
-use aquifer_channel::descriptor_shares::DescriptorShares;
 use aquifer_directory::{DirectoryError, LeaseId};
-use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
-use aquifer_ipc::{HeldItem, HeldKind};
-use aquifer_keeper::KeeperStore;
 use parking_lot::{Condvar, Mutex};
 use rustix::net::{Shutdown, shutdown};
 
 use super::arrivals::Arrivals;
-use super::copies::RestoringMemory;
-use super::held_bytes::HeldBytes;
+use super::jobs::JobQueue;
 use super::journal::JournalEntry;
-use super::memory::{PAGE_BYTES, SEGMENT_DESCRIPTORS, SegmentMemory};
-use super::numbers::UsedNumbers;
+use super::memories::Memories;
+use super::memory::{PAGE_BYTES, SegmentMemory};
+use super::open_processes::OpenProcesses;
 use super::pace::Pace;
-use super::peer::{Lane, Peer};
+use super::peers::Peers;
 use super::precedence::Precedence;
 use super::programs::{ProcessIdentity, answer, answer_segment};
 use super::registry::Registry;
+use super::restores::Restores;
+use super::segment_table::{SegmentTable, SharedSegment};
 use super::served::ServedFaults;
 use super::statistics::Statistics;
 use super::wire::{Ask, CopyPlace, Request};
 use super::{SegmentError, SegmentKey};
-use crate::ownership::{Holder, Holding, Life, Message, Output, Stage};
+use crate::ownership::{Holder, Holding, Life, Message, Stage};
 use crate::pulling::Puller;
 use crate::pulling::lineage::LINKS_MAX;
 
-/// Connections to other agents.
-type Peers = HashMap<(Life, Lane), Arc<Mutex<Peer>>>;
-
+/// What the threads of a host's segments share.
+///
+/// Lock order: `creating`, the table of segments, a segment, and then any other. `creating` is held
+/// during requests to the directory and to other agents, and a segment is not. The table is locked
+/// together with a segment in [`SegmentTable::remove_if`] only, and a peer never together with
+/// either. All other locks are held for one access.
 #[derive(Debug)]
 pub(super) struct HostShared {
     pub own: Life,
+    /// The lease of the host, with which its processes end.
+    pub lease: LeaseId,
+    pub registry: Registry,
+    pub segments: SegmentTable,
+    pub memories: Memories,
+    pub restores: Restores,
+    /// Locked from the directory's record of a new owner until the segment is in the table.
+    pub creating: Mutex<()>,
+    pub peers: Peers,
+    /// How this host identifies itself to other agents.
     pub identity: Identity,
     pub key: ClusterKey,
-    pub registry: Registry,
-    pub target: TcpTarget,
-    pub segments: Mutex<BTreeMap<SegmentKey, Arc<Mutex<Segment>>>>,
-    /// Those that processes are restoring, which nothing else sees.
-    pub restoring: Mutex<BTreeMap<SegmentKey, RestoringMemory>>,
-    /// Held from the directory's record of a new owner until the segment is among the others.
-    pub creating: Mutex<()>,
-    pub peers: Mutex<Peers>,
-    /// The host's lease, with which its processes end.
-    pub lease: LeaseId,
-    /// The processes that accept segments, by tenant and name.
-    pub processes: Mutex<BTreeMap<(u32, String), Option<ProcessIdentity>>>,
-    pub keeper: Arc<dyn KeeperStore>,
-    /// Under which the keeper holds the next memory.
-    pub next_number: AtomicU64,
-    /// What has arrived for them.
+    pub processes: OpenProcesses,
+    /// The segments that have arrived for processes.
     pub arrivals: Arrivals,
-    /// The memory of segments of each user on this host.
-    pub held_bytes: Arc<HeldBytes>,
-    pub numbers: Mutex<UsedNumbers>,
     pub precedence: Precedence,
-    /// The descriptors of the agent, which are charged to tenants.
-    pub descriptors: Arc<DescriptorShares>,
     pub pace: Pace,
+    pub jobs: JobQueue,
     pub statistics: Statistics,
-    /// For the worker; `None` at the end.
-    pub jobs: Mutex<Option<Sender<Job>>>,
-}
-
-/// Work that must not be done in the thread that answers messages.
-#[derive(Debug)]
-pub(super) enum Job {
-    CarryOut(SegmentKey, Vec<Output>),
-    /// The copies of generations up to this one are not needed.
-    Release(SegmentKey, u64),
 }
 
 #[derive(Debug)]
@@ -128,9 +108,9 @@ pub struct Arrival {
 
 impl HostShared {
     /// A segment that is owned here.
-    pub(super) fn owned(&self, segment: SegmentKey) -> Result<Arc<Mutex<Segment>>, SegmentError> {
-        let entry = self.segments.lock().get(&segment).cloned();
-        let is_owned = |entry: &Arc<Mutex<Segment>>| entry.lock().holder.has_access();
+    pub(super) fn owned(&self, segment: SegmentKey) -> Result<SharedSegment, SegmentError> {
+        let entry = self.segments.get(segment);
+        let is_owned = |entry: &SharedSegment| entry.lock().holder.has_access();
         entry.filter(is_owned).ok_or(SegmentError::NotOwned(segment))
     }
 
@@ -161,55 +141,6 @@ impl HostShared {
         let Some(waiter) = self.arrivals.request(segment, owner, process) else { return };
         // A program that has gone has no segments any more.
         let _is_sent = answer(&waiter.socket, &Answer::Asked { id: segment.id, process: process.to_owned() });
-    }
-
-    /// Memory for a segment.
-    ///
-    /// # Errors
-    /// If the tenant would have too much, or the system refuses.
-    pub(super) fn new_memory(&self, segment: SegmentKey, bytes: u64) -> Result<SegmentMemory, SegmentError> {
-        let descriptors = self.descriptors.charge(segment.tenant, SEGMENT_DESCRIPTORS)?;
-        let owner = descriptors.owner();
-        self.numbers.lock().add(owner, segment)?;
-        self.held_bytes.charge(owner, bytes)?;
-        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
-        let memory = match SegmentMemory::create(&self.target, number, segment.tenant, bytes, descriptors) {
-            Ok(memory) => memory,
-            Err(error) => {
-                self.held_bytes.release(owner, bytes);
-                return Err(error.into());
-            }
-        };
-        let record = serde_json::to_string(&segment).expect("numbers can be serialised");
-        let item = HeldItem { kind: HeldKind::Segment, id: number, pid: 0, uid: segment.tenant, record };
-        match self.keeper.hold(&item, &memory.fds()) {
-            Ok(()) => Ok(memory),
-            Err(refused) => {
-                memory.close(&self.target);
-                self.held_bytes.release(owner, bytes);
-                Err(refused.into())
-            }
-        }
-    }
-
-    /// Frees the memory of a segment. No READ into it is in flight.
-    pub(super) fn close_memory(&self, memory: &SegmentMemory) {
-        self.keeper.release(HeldKind::Segment, memory.number);
-        memory.close(&self.target);
-        self.held_bytes.free_in_background(memory.owner(), &memory.data);
-    }
-
-    /// Frees the memory of a segment as [`Self::close_memory`] does, before it returns: the program
-    /// that waits may allocate as much.
-    pub(super) fn close_memory_now(&self, memory: &SegmentMemory) {
-        self.keeper.release(HeldKind::Segment, memory.number);
-        memory.close(&self.target);
-        self.held_bytes.free(memory.owner(), &memory.data);
-    }
-
-    /// The process that is open under a name.
-    pub(super) fn identity_of(&self, tenant: u32, process: &str) -> Option<ProcessIdentity> {
-        self.processes.lock().get(&(tenant, process.to_owned())).copied().flatten()
     }
 }
 
