@@ -7,7 +7,7 @@ use crate::store::epochs::Pin;
 use crate::store::item::{Item, KEY_MAX, States};
 use crate::store::partition::{Absent, Cas, Change, Put};
 use crate::store::presence::Presence;
-use crate::store::{Key, Refusal, ShortValue, Store};
+use crate::store::{Key, Refusal, ShortValue, Store, Until};
 
 /// Bytes that memcached's item has beside key, flags and value: what `-I` limits.
 const ITEM_OVERHEAD: usize = 51;
@@ -225,7 +225,7 @@ impl<'p> Access<'p> {
         let found = self.store.look_up(self.pin, key, self.now_s, true);
         match found {
             Err(Absent::Elsewhere(partition)) => return Err(Refusal::Elsewhere(partition)),
-            Err(Absent::Fetching) => return Err(Refusal::Fetching),
+            Err(Absent::Fetching) => return Err(Refusal::Again(Until::Fetched)),
             _ => {}
         }
         self.count_request(key);

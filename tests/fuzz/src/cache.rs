@@ -14,7 +14,7 @@ use aquifer_cache::server::peers::frame::{
 };
 use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 use aquifer_cache::store::presence::Place;
-use aquifer_cache::store::{Store, StoreOptions};
+use aquifer_cache::store::{Store, StoreOptions, Until};
 use aquifer_mutation::Mutations;
 
 use crate::Target;
@@ -124,8 +124,10 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
                     assert!(needs > arrived - at, "{needs} bytes are there");
                     goes_on = false;
                 }
-                Step::Full | Step::NoRoom => {}
-                Step::Elsewhere { .. } | Step::Scatter | Step::Fetches => panic!("all items are here"),
+                Step::Again(Until::NextTurn) => {}
+                Step::Elsewhere { .. } | Step::Scatter | Step::Again(Until::Fetched) => {
+                    panic!("all items are here")
+                }
                 Step::Close => return (replies, false),
             }
         }
@@ -137,7 +139,7 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
 fn check_peek(session: &Session, input: &[u8], value_max: usize, step: Step) {
     if let Some(peeked) = peek(session.protocol(), input, value_max) {
         let is_same = match step {
-            Step::NoRoom | Step::Full => true,
+            Step::Again(_) => true,
             // The value of a request that is refused is skipped afterwards.
             Step::Used(used) => used == peeked.len || used < peeked.len && !session.is_at_request(),
             _ => false,

@@ -7,7 +7,7 @@ use aquifer_cache::store::index::Mutation;
 use aquifer_cache::store::item::States;
 use aquifer_cache::store::partition::{Cas, Change, Partition, Put};
 use aquifer_cache::store::presence::{Place, Presence};
-use aquifer_cache::store::{Refusal, Store, StoreOptions};
+use aquifer_cache::store::{Refusal, Store, StoreOptions, Until};
 use aquifer_cache_cluster::copying::{Copy, CopyError, Piece, Source};
 use aquifer_fabric::Memory;
 use aquifer_mutation::Mutations;
@@ -119,7 +119,7 @@ impl Model {
         };
         let stored = match set() {
             // There is room when the turn has ended.
-            Err(Refusal::Later) => set(),
+            Err(Refusal::Again(Until::NextTurn)) => set(),
             other => other,
         };
         match stored {
@@ -128,7 +128,8 @@ impl Model {
                 assert_eq!(self.get(key), Some(self.versions), "what was stored is read");
             }
             Err(refusal) => assert!(
-                refusal == Refusal::Later || refusal == Refusal::Full && !self.options.evicts,
+                refusal == Refusal::Again(Until::NextTurn)
+                    || refusal == Refusal::Full && !self.options.evicts,
                 "{refusal:?}"
             ),
         }

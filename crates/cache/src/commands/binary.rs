@@ -76,8 +76,7 @@ impl Session {
         let request = Request { header, opcode: plain, is_quiet, extras, key, value };
         match request.run(context, out) {
             Outcome::Done => Step::Used(end),
-            Outcome::Refused(Refusal::Later) => Step::NoRoom,
-            Outcome::Refused(Refusal::Fetching) => Step::Fetches,
+            Outcome::Refused(Refusal::Again(until)) => Step::Again(until),
             Outcome::Refused(Refusal::Elsewhere(partition)) => Step::Elsewhere { partition, len: end },
             Outcome::Scatter(entries) => {
                 let mut reply = Replies::new(Vec::new());

@@ -221,7 +221,7 @@ pub fn execute<'p>(
         }
         Task::Delete(key) => match context.access.delete(context.access.key(key), &Deletion::default()) {
             Ok(_) => EntryEnd::Done,
-            Err(Refusal::Later | Refusal::Full | Refusal::Fetching) => EntryEnd::NoRoom,
+            Err(Refusal::Again(_) | Refusal::Full) => EntryEnd::NoRoom,
             Err(Refusal::Elsewhere(_)) => EntryEnd::Elsewhere,
         },
     }
@@ -240,7 +240,7 @@ fn execute_request<'p>(
         // The value of a request that is refused is skipped.
         Step::Used(used) if session.swallows == bytes.len() - used => EntryEnd::Done,
         Step::Elsewhere { .. } => EntryEnd::Elsewhere,
-        Step::NoRoom | Step::Full | Step::Fetches => EntryEnd::NoRoom,
+        Step::Again(_) => EntryEnd::NoRoom,
         Step::Used(_) | Step::Incomplete(_) | Step::Scatter | Step::Close => EntryEnd::Malformed,
     }
 }

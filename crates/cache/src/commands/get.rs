@@ -4,8 +4,8 @@ use super::elsewhere::{Entry, Scatter};
 use super::text::refused;
 use super::{Context, REPLIES_MAX, Replies, Session, Step};
 use crate::protocol::{number, words};
-use crate::store::Refusal;
 use crate::store::item::{Item, KEY_MAX};
+use crate::store::{Refusal, Until};
 
 /// Which command of the family it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -49,7 +49,7 @@ impl Session {
         while let Some((word, end)) = words::next(text, at) {
             if out.len() >= REPLIES_MAX {
                 self.get_at = at;
-                return Step::Full;
+                return Step::Again(Until::NextTurn);
             }
             let key = context.access.key(word);
             let found =
@@ -62,7 +62,7 @@ impl Session {
                     return self.scatter_get(text, words::trim(command), at, context);
                 }
                 Err(refusal) => {
-                    let is_tried_again = matches!(refusal, Refusal::Later | Refusal::Fetching);
+                    let is_tried_again = matches!(refusal, Refusal::Again(_));
                     self.get_at = if is_tried_again { at } else { 0 };
                     return refused(refusal, context, out, false, 0);
                 }

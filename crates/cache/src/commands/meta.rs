@@ -9,7 +9,7 @@ use crate::protocol::words::{self, Words};
 use crate::store::item::{Item, KEY_MAX, States};
 use crate::store::partition::{Absent, Cas, Change, Put};
 use crate::store::presence::Presence;
-use crate::store::{Key, Refusal};
+use crate::store::{Key, Refusal, Until};
 
 const BAD_FORMAT: &str = "CLIENT_ERROR bad command line format";
 const OPAQUE_TOO_LONG: &str = "CLIENT_ERROR opaque token too long";
@@ -174,7 +174,7 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     }
     let look_up = access.store.look_up(access.pin, key, access.now_s, !parsed.is_uncounted);
     match look_up {
-        Err(Absent::Fetching) => return Step::Fetches,
+        Err(Absent::Fetching) => return Step::Again(Until::Fetched),
         Err(Absent::Elsewhere(partition)) => {
             return refused(Refusal::Elsewhere(partition), context, out, false, 0);
         }
@@ -505,7 +505,7 @@ fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Ste
         Err(Absent::Elsewhere(partition)) => {
             return refused(Refusal::Elsewhere(partition), context, out, false, 0);
         }
-        Err(Absent::Fetching) => return Step::Fetches,
+        Err(Absent::Fetching) => return Step::Again(Until::Fetched),
         Err(_) => {
             out.push_line("EN");
             return Step::Used(0);

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::{Context, REPLIES_MAX, Replies, Session, Step};
 use crate::protocol::words::Words;
+use crate::store::Until;
 use crate::store::item::Item;
 
 /// How far a list of keys has come: a partition, and a bucket of its index.
@@ -37,7 +38,7 @@ impl Session {
         while lists && let Some(partition) = context.access.store.partitions().get(place.partition) {
             if out.len() >= REPLIES_MAX {
                 self.dump = Some(place);
-                return Step::Full;
+                return Step::Again(Until::NextTurn);
             }
             let now_s = context.access.now_s;
             let next = partition.for_each_of_bucket(place.bucket, now_s, |item, begun_s| {

@@ -29,6 +29,7 @@ use aquifer_mutation::mutations;
 
 use crate::operations::Access;
 use crate::protocol::binary::REQUEST_MAGIC;
+use crate::store::Until;
 use crate::store::presence::Place;
 
 mutations! {
@@ -56,10 +57,8 @@ pub enum Step {
     Used(usize),
     /// The request is not complete: it has at least this many bytes.
     Incomplete(usize),
-    /// The replies must be sent before the request goes on.
-    Full,
-    /// There is no memory at this moment; the request is to be tried again in another turn.
-    NoRoom,
+    /// The request is to be tried again. Nothing was done.
+    Again(Until),
     /// The request is for a key whose partition is not here. It has so many bytes, and nothing was
     /// done.
     Elsewhere {
@@ -68,9 +67,6 @@ pub enum Step {
         /// Bytes of the request.
         len: usize,
     },
-    /// The request waits for an item that is being fetched from the pool; it is to be tried again
-    /// when the worker is woken.
-    Fetches,
     /// The request concerns other servers, too: see [`Session::pop_scatter`].
     Scatter,
     /// The connection is to be closed when its replies are sent.
@@ -210,7 +206,7 @@ impl Session {
             return Step::Used(swallowed);
         }
         if out.len() >= REPLIES_MAX {
-            return Step::Full;
+            return Step::Again(Until::NextTurn);
         }
         if let Some(tokens) = &context.service.tokens
             && !self.is_authenticated

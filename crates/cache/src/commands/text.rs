@@ -254,9 +254,8 @@ pub(super) fn refused(
     used: usize,
 ) -> Step {
     match refusal {
-        Refusal::Later => return Step::NoRoom,
+        Refusal::Again(until) => return Step::Again(until),
         Refusal::Elsewhere(partition) => return Step::Elsewhere { partition, len: used },
-        Refusal::Fetching => return Step::Fetches,
         Refusal::Full => {}
     }
     context.access.counters.store_no_memory.add(1);

@@ -13,6 +13,7 @@ use super::peers::waiting::{Elsewhere, Reach, Resumed};
 use super::stream::{Security, Stream};
 use crate::commands::lookahead::{self, Hashes, REQUESTS_AHEAD};
 use crate::commands::{Context, Replies, Session, Step};
+use crate::store::Until;
 
 /// Bytes that are received at a time. A request that is longer has a buffer of its own.
 pub const INPUT_BYTES: usize = 32 << 10;
@@ -242,12 +243,12 @@ impl Connection {
                     self.needs = needs;
                     break;
                 }
-                Step::Fetches => {
+                Step::Again(Until::Fetched) => {
                     self.elsewhere.wait_for_fetch();
                     self.waits_for_items = true;
                     break;
                 }
-                Step::Full | Step::NoRoom => {
+                Step::Again(Until::NextTurn) => {
                     self.is_runnable = true;
                     break;
                 }

@@ -60,7 +60,7 @@ use self::shared::Shared;
 use self::slot::Location;
 
 pub use self::hash::Key;
-pub use self::shared::{Refusal, Removed};
+pub use self::shared::{Refusal, Removed, Until};
 
 /// Partitions unless another number is set.
 pub const PARTITIONS: usize = 128;
@@ -331,12 +331,12 @@ impl Store {
         let outcome = write().or_else(|not_now| {
             let bytes = match not_now {
                 NotNow::NoRoom(NoRoom { bytes }) => bytes,
-                NotNow::Fetching => return Err(Refusal::Fetching),
+                NotNow::Fetching => return Err(Refusal::Again(Until::Fetched)),
                 NotNow::Late => return Err(Refusal::Elsewhere(partition.number())),
                 NotNow::ChainFull => return Err(Refusal::Full),
             };
             if self.waits_for_pool(bytes) {
-                return Err(Refusal::Fetching);
+                return Err(Refusal::Again(Until::Fetched));
             }
             if !self.evicts && !self.clean_for(bytes as u64, now_s) {
                 return Err(Refusal::Full);
@@ -347,7 +347,7 @@ impl Store {
             write().map_err(|not_now| match not_now {
                 NotNow::ChainFull => Refusal::Full,
                 NotNow::Late => Refusal::Elsewhere(partition.number()),
-                NotNow::NoRoom(_) | NotNow::Fetching => Refusal::Later,
+                NotNow::NoRoom(_) | NotNow::Fetching => Refusal::Again(Until::NextTurn),
             })
         });
         if partition.has_opened() {

@@ -70,14 +70,22 @@ impl Noted {
 /// Why a write was refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Refusal {
-    /// There will be memory when all threads have ended their turns.
-    Later,
+    /// The write is to be tried again.
+    Again(Until),
     /// There is no memory, and none can be freed.
     Full,
     /// The partition with this number is not here, or the thread may not serve it now.
     Elsewhere(usize),
-    /// An item in the pool may be the one, and is being fetched.
-    Fetching,
+}
+
+/// How long a request waits before it is tried again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Until {
+    /// Until another turn of the worker: replies must be sent first, or threads must end their
+    /// turns before there is memory.
+    NextTurn,
+    /// Until an item has been fetched from the pool, which wakes the worker.
+    Fetched,
 }
 
 /// What the partitions of a store share.

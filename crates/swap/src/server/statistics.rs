@@ -75,17 +75,8 @@ impl DeviceServer {
             tenant: rustix::process::geteuid().as_raw(),
             limit_bytes: self.limit.bytes(),
             replicas: 1,
-            degraded_slabs: 0,
-            copied_slabs: 0,
-            repaired_pages: 0,
             vacated_slabs: stats.vacated_slabs,
             repacked_pages: stats.repacked_pages,
-            unchanged_pages: 0,
-            processes: 0,
-            programs: Vec::new(),
-            unpaged: Vec::new(),
-            short_of_room: None,
-            shared_bytes: 0,
             swap_bytes: Some(self.volume.bytes()),
             faults: usage.major_faults,
             zero_pages: stats.zero_pages,
@@ -93,7 +84,6 @@ impl DeviceServer {
             staging_hits: stats.staging_hits,
             remote_reads: stats.remote_reads,
             remote_read_trips: stats.remote_read_trips,
-            prefetched: 0,
             remote_writes: stats.remote_writes,
             remote_write_trips: stats.remote_write_trips,
             evictions: stats.written_pages,
@@ -104,6 +94,7 @@ impl DeviceServer {
             remote_bytes: stats.remote_bytes,
             remote_peak_bytes: stats.remote_peak_bytes,
             fault_latency_us: LatencyUs { p50, p99, p999 },
+            ..RunStatistics::default()
         }
     }
 }
