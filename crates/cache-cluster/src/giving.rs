@@ -189,7 +189,7 @@ impl Member {
         let Some(giving) = state.giving.as_ref().filter(|giving| giving.handover == handover) else {
             return Answer::Declined(TAKEN_BACK.to_owned());
         };
-        if !giving.rests || giving.why.is_some() || !self.fence.is_open() {
+        if !giving.rests || giving.why.is_some() || !self.serving_deadline.is_ahead() {
             return Answer::Declined(TAKEN_BACK.to_owned());
         }
         let mut outputs = Vec::new();

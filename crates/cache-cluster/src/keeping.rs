@@ -15,12 +15,12 @@ use aquifer_channel::RestoredItem;
 use aquifer_directory::DirectoryError;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{CLAIM_TIMEOUT, KeeperClient, KeeperStore};
-use aquifer_segments::ownership::{Holder, SegmentRecord};
+use aquifer_segments::ownership::{Holder, Life, SegmentRecord};
 use serde::{Deserialize, Serialize};
 
 use crate::lease::LEASE_TTL;
 use crate::member::{Member, warn_of_directory};
-use crate::records::Claim;
+use crate::records::{Claim, Registry};
 
 /// Mask of the partition's number in the number of an item.
 const PARTITION_MASK: u64 = u16::MAX as u64;
@@ -34,7 +34,7 @@ const RECEIVE_MAX: Duration = Duration::from_secs(10);
 const RECEIVE_PAUSE: Duration = Duration::from_millis(10);
 
 /// The directory's records of partitions, by their numbers.
-pub(crate) type Records = BTreeMap<usize, SegmentRecord>;
+pub type Records = BTreeMap<usize, SegmentRecord>;
 
 /// The keeper's record of a partition.
 #[derive(PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -180,58 +180,65 @@ impl Member {
         tracing::info!(resumed, of = count, "partitions continue with the items of an earlier server");
     }
 
-    /// Tries once to claim kept partitions again, and serves those that were claimed. Forgets those
-    /// that another server has had since.
+    /// Tries once to claim kept partitions again. Serves those that were claimed, and forgets those
+    /// that another server has had since. Returns how many are served.
     ///
     /// # Errors
-    /// Those of the directory. Then it is not known of some.
+    /// Those of the directory. Then some are still pending.
     pub(crate) fn resume_kept(&self, pending: &mut Records) -> Result<usize, DirectoryError> {
-        let resumed = self.claim_kept(pending)?;
-        self.forget_lost(pending)?;
-        Ok(resumed)
-    }
-
-    /// Claims kept partitions, and serves those that were claimed. Returns how many these are.
-    fn claim_kept(&self, pending: &mut Records) -> Result<usize, DirectoryError> {
-        let own = self.life();
-        let claims: Vec<Claim> = pending
-            .iter()
-            .map(|(partition, record)| Claim { partition: *partition, record: Some(record.clone()) })
-            .collect();
         let mut resumed = 0;
-        for claims in claims.chunks(CLAIMS) {
-            for (partition, generation) in self.registry.claim(own, claims)? {
-                self.serve_kept(pending, partition, generation);
+        claim_again(&self.registry, self.life(), pending, |partition, generation| match generation {
+            Some(generation) => {
                 resumed += 1;
+                self.serve_kept(partition, generation);
             }
-        }
+            None => self.forget(partition, Presence::Unknown),
+        })?;
         Ok(resumed)
     }
 
-    /// Serves those of the pending partitions that were claimed although the answer was lost, and
-    /// forgets those that another server has had.
-    fn forget_lost(&self, pending: &mut Records) -> Result<(), DirectoryError> {
-        let own = self.life();
-        for (partition, expected) in pending.clone() {
-            match self.registry.observe(partition, None)? {
-                Some((record, _)) if record == expected => {}
-                Some((record, _)) if record == SegmentRecord::new(own, expected.generation + 2) => {
-                    self.serve_kept(pending, partition, record.generation);
-                }
-                _ => {
-                    pending.remove(&partition);
-                    self.forget(partition, Presence::Unknown);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn serve_kept(&self, pending: &mut Records, partition: usize, generation: u64) {
-        pending.remove(&partition);
+    fn serve_kept(&self, partition: usize, generation: u64) {
         let mut state = self.seats[partition].lock();
         state.holder = Holder::owner(self.life(), generation);
         state.record = Some(SegmentRecord::new(self.life(), generation));
         self.server().store().resume(partition, generation);
     }
+}
+
+/// Claims partitions whose items this server has although an earlier lease of theirs has ended.
+/// `pending` has their records at that time. Removes from it, and passes to `decided`, each
+/// partition that was claimed, with its generation, and each that another server has had since,
+/// with `None`.
+///
+/// # Errors
+/// Those of the directory. What is still pending may have been claimed: another call finds out.
+pub fn claim_again(
+    registry: &Registry,
+    own: Life,
+    pending: &mut Records,
+    mut decided: impl FnMut(usize, Option<u64>),
+) -> Result<(), DirectoryError> {
+    let claims: Vec<Claim> = pending
+        .iter()
+        .map(|(partition, record)| Claim { partition: *partition, record: Some(record.clone()) })
+        .collect();
+    for claims in claims.chunks(CLAIMS) {
+        for (partition, generation) in registry.claim(own, claims)? {
+            pending.remove(&partition);
+            decided(partition, Some(generation));
+        }
+    }
+    for (partition, expected) in pending.clone() {
+        let generation = match registry.observe(partition, None)? {
+            Some((record, _)) if record == expected => continue,
+            // It was claimed although the answer was lost.
+            Some((record, _)) if record == SegmentRecord::new(own, expected.generation + 2) => {
+                Some(record.generation)
+            }
+            _ => None,
+        };
+        pending.remove(&partition);
+        decided(partition, generation);
+    }
+    Ok(())
 }

@@ -19,9 +19,10 @@ pub mod copying;
 mod giving;
 #[cfg(test)]
 mod golden_tests;
-mod keeping;
+pub mod keeping;
 pub mod lease;
 mod load;
+pub mod lost;
 mod member;
 pub mod memories;
 mod peers;
@@ -49,8 +50,9 @@ use parking_lot::RwLock;
 
 use self::channel::{Access, Channels, Interference};
 use self::keeping::{Kept, Records};
-use self::lease::{Fence, KeptLease};
+use self::lease::{KeptLease, ServingDeadline};
 use self::load::Loads;
+use self::lost::LostPartitions;
 use self::member::{Member, seats};
 use self::memories::Memories;
 use self::peers::PeerConnector;
@@ -144,8 +146,8 @@ impl ClusterServer {
         let for_memory = TcpListener::bind(SocketAddr::new(cluster.listen.ip(), 0))
             .map_err(system("cannot listen for other servers"))?;
         let memories = Memories::listen(for_memory, &cluster.memory_socket, &cluster.key, cluster.encrypt)?;
-        let fence = Arc::new(Fence::closed());
-        let connector = Arc::new(PeerConnector::new(Arc::clone(&fence)));
+        let serving_deadline = Arc::new(ServingDeadline::passed());
+        let connector = Arc::new(PeerConnector::new(Arc::clone(&serving_deadline)));
         options.connector = Some(Arc::clone(&connector) as _);
         let restored = cluster.keeper.as_deref().and_then(|keeper| Kept::restore(keeper, settings.id));
         let kept = restored.map(|(kept, memories)| {
@@ -170,7 +172,7 @@ impl ClusterServer {
             memory_bytes: limit,
             drains: false,
         };
-        let lease = KeptLease::grant(&cluster.directory, &fence)
+        let lease = KeptLease::grant(&cluster.directory, &serving_deadline)
             .map_err(|source| JoinError::Directory { name: cluster.name.clone(), source })?;
         let own = registry.add_server(&own, lease.lease())?;
         let access = Access { cache: cluster.name, key: cluster.key, encrypt: cluster.encrypt };
@@ -179,7 +181,7 @@ impl ClusterServer {
             registry,
             channels: Channels::new(access, cluster.interference),
             memories,
-            fence,
+            serving_deadline,
             seats: seats(partitions, own.life()),
             servers: RwLock::new(BTreeMap::from([(own.server, own.clone())])),
             own: RwLock::new(own),
@@ -202,10 +204,9 @@ impl ClusterServer {
         let watcher = Watcher {
             member: Arc::clone(&member),
             lease,
-            lost_since: BTreeMap::new(),
+            lost: LostPartitions::new(cluster.return_time),
             lives: BTreeMap::new(),
             kept: Records::new(),
-            return_time: cluster.return_time,
         };
         let (for_peers, for_balance) = (Arc::clone(&member), Arc::clone(&member));
         let for_settling = Arc::clone(&member);

@@ -13,7 +13,7 @@ use aquifer_segments::ownership::{Holder, Holding, Input, Life, Message, Output,
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::channel::Channels;
-use crate::lease::Fence;
+use crate::lease::ServingDeadline;
 use crate::load::Loads;
 use crate::memories::{Memories, Offered};
 use crate::records::{Registry, ServerRecord};
@@ -29,7 +29,7 @@ pub struct Member {
     pub(crate) registry: Registry,
     pub(crate) channels: Channels,
     pub(crate) memories: Memories,
-    pub(crate) fence: Arc<Fence>,
+    pub(crate) serving_deadline: Arc<ServingDeadline>,
     /// This server, for the time of its lease.
     pub(crate) own: RwLock<ServerRecord>,
     /// All servers, as the directory says.
@@ -234,7 +234,7 @@ impl Member {
         while !self.stops.load(Ordering::Acquire) {
             std::thread::park_timeout(TICK);
             // When the lease has ended, nothing is to be settled.
-            if self.fence.is_open() {
+            if self.serving_deadline.is_ahead() {
                 self.tick();
             }
         }

@@ -11,7 +11,7 @@ use aquifer_cache::server::peers::{Connector, PeerSocket};
 use parking_lot::Mutex;
 
 use crate::channel::{Accepted, Channel, IDLE_TIME, accept, connect_for_requests};
-use crate::lease::Fence;
+use crate::lease::ServingDeadline;
 use crate::member::Member;
 use crate::wire::{Answer, Ask};
 
@@ -26,14 +26,14 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub struct PeerConnector {
     member: OnceLock<Weak<Member>>,
-    fence: Arc<Fence>,
+    serving_deadline: Arc<ServingDeadline>,
     /// Names of threads have the number of the connection.
     count: Mutex<u64>,
 }
 
 impl PeerConnector {
-    pub(crate) fn new(fence: Arc<Fence>) -> Self {
-        Self { member: OnceLock::new(), fence, count: Mutex::new(0) }
+    pub(crate) fn new(serving_deadline: Arc<ServingDeadline>) -> Self {
+        Self { member: OnceLock::new(), serving_deadline, count: Mutex::new(0) }
     }
 
     pub(crate) fn set_member(&self, member: &Arc<Member>) {
@@ -64,7 +64,7 @@ impl Connector for PeerConnector {
     }
 
     fn may_serve(&self) -> bool {
-        self.fence.is_open()
+        self.serving_deadline.is_ahead()
     }
 }
 

@@ -13,15 +13,13 @@ use aquifer_segments::ownership::{Holder, Holding, Life};
 
 use crate::keeping::Records;
 use crate::lease::KeptLease;
+use crate::lost::{LostPartitions, ServerView};
 use crate::member::{Member, SeatState};
 use crate::placement;
 use crate::records::{CacheKey, Claim, ServerRecord};
 
 /// Longest wait for a change.
 const TICK: Duration = Duration::from_millis(100);
-/// A partition that its claimant has not claimed for so long, though it could, is claimed by any
-/// server.
-const CLAIM_TIME: Duration = Duration::from_secs(1);
 /// Pause before partitions are claimed again after a conflict.
 const CONFLICT_PAUSE: Duration = Duration::from_millis(20);
 /// Pause before the directory is listed again that did not answer.
@@ -32,15 +30,12 @@ const PAUSE: Duration = Duration::from_millis(200);
 pub(crate) struct Watcher {
     pub member: Arc<Member>,
     pub lease: KeptLease,
-    /// Since when each partition that no server has is seen so.
-    pub lost_since: BTreeMap<usize, Instant>,
+    pub lost: LostPartitions,
     /// The epochs of the servers that were seen last.
     pub lives: BTreeMap<u16, u64>,
     /// The records of the partitions that this server had when its lease ended, and whose items it
     /// still has.
     pub kept: Records,
-    /// See [`ClusterOptions::return_time`](crate::ClusterOptions::return_time).
-    pub return_time: Duration,
 }
 
 impl Watcher {
@@ -197,35 +192,13 @@ impl Watcher {
     fn claim_lost(&mut self) -> Result<(), DirectoryError> {
         let member = Arc::clone(&self.member);
         let own = member.life();
-        let lives = |life: Life| member.server_of(life).is_some();
-        if !lives(own) {
+        // Other threads lock the servers while they hold the lock of a partition.
+        let servers = member.servers.read().clone();
+        let view = ServerView::new(own, &servers);
+        if !view.lives(own) {
             return Ok(());
         }
-        let claimants = {
-            let servers = member.servers.read();
-            placement::claimants(servers.values().map(|server| (server.server, server.drains)))
-        };
-        let mut claims = Vec::new();
-        for (partition, seat) in member.seats.iter().enumerate() {
-            let state = seat.lock();
-            let is_absent = matches!(state.holder.holding(), Holding::Absent | Holding::Prepared { .. });
-            let may_claim = placement::may_claim(state.record.as_ref(), own, lives);
-            if !is_absent || state.receiving.is_some() || !may_claim {
-                self.lost_since.remove(&partition);
-                continue;
-            }
-            let since = *self.lost_since.entry(partition).or_insert_with(Instant::now);
-            // An owner whose lease has ended although it runs joins again with the items.
-            let return_time = if state.record.is_some() { self.return_time } else { Duration::ZERO };
-            if since.elapsed() < return_time {
-                continue;
-            }
-            let is_late = since.elapsed() > return_time + CLAIM_TIME;
-            let lost = (partition, state.record.as_ref());
-            if placement::is_to_claim(lost, own, is_late, &claimants) {
-                claims.push(Claim { partition, record: state.record.clone() });
-            }
-        }
+        let claims = self.next_claims(&view);
         if claims.is_empty() {
             return Ok(());
         }
@@ -241,8 +214,24 @@ impl Watcher {
         Ok(())
     }
 
+    /// The claims of partitions that this server is to claim now.
+    fn next_claims(&mut self, view: &ServerView<'_>) -> Vec<Claim> {
+        let (member, now) = (Arc::clone(&self.member), Instant::now());
+        let mut claims = Vec::new();
+        for (partition, seat) in member.seats.iter().enumerate() {
+            let state = seat.lock();
+            let is_absent = matches!(state.holder.holding(), Holding::Absent | Holding::Prepared { .. });
+            if is_absent && state.receiving.is_none() {
+                claims.extend(self.lost.next_claim(partition, state.record.as_ref(), view, now));
+            } else {
+                self.lost.remove(partition);
+            }
+        }
+        claims
+    }
+
     fn begin_empty(&mut self, partition: usize, own: Life, generation: u64) {
-        self.lost_since.remove(&partition);
+        self.lost.remove(partition);
         let member = &self.member;
         let mut state = member.seats[partition].lock();
         // A hand-over to this server that had begun is refused by the new generation.
@@ -295,7 +284,7 @@ impl Watcher {
             }
             std::thread::sleep(PAUSE);
         }
-        let granted = KeptLease::grant(member.registry.directory(), &member.fence);
+        let granted = KeptLease::grant(member.registry.directory(), &member.serving_deadline);
         let joined = granted.map(|lease| {
             let added = member.registry.add_server(&member.own_record(), lease.lease());
             (lease, added)
@@ -317,7 +306,7 @@ impl Watcher {
                     }
                 }
                 std::mem::replace(&mut self.lease, lease).end();
-                self.lost_since.clear();
+                self.lost.clear();
             }
             Ok((lease, Err(error))) => {
                 tracing::warn!(%error, "the server cannot join again yet");

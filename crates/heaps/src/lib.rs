@@ -8,7 +8,7 @@
 
 mod absent_hosts;
 mod kept;
-mod membership;
+pub mod membership;
 mod metrics;
 mod node_spans;
 mod serve;

@@ -1,6 +1,7 @@
 //! The service's lease and record in the directory, and the fences of hosts that are absent there.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use crate::absent_hosts::AbsentHosts;
 
 /// Keeps the service's record in the directory, whatever happens to the connection to it, and
 /// fences hosts that have left.
-pub(crate) struct Membership {
+pub struct Membership {
     connect: ConnectDirectory,
     directory: Arc<dyn Directory>,
     lease: Lease,
@@ -26,8 +27,8 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    /// Puts the record into the directory. Its epoch is that of the lease. `targets` are those that
-    /// admit tickets.
+    /// Puts the record into the directory at the moment `now`. Its epoch is that of the lease.
+    /// `targets` are those that admit tickets.
     ///
     /// # Errors
     /// Those of the directory.
@@ -36,23 +37,23 @@ impl Membership {
         mut record: HeapsRecord,
         ttl: Duration,
         targets: Vec<Arc<dyn Target>>,
+        now: Instant,
     ) -> Result<Self, DirectoryError> {
         let directory = connect()?;
         let lease = register(&*directory, &mut record, ttl)?;
         let (failures, hosts) = (FailureLog::default(), AbsentHosts::new(lease.epoch));
-        let renewed = Instant::now();
-        Ok(Self { connect, directory, lease, record, ttl, renewed, failures, hosts, targets })
+        Ok(Self { connect, directory, lease, record, ttl, renewed: now, failures, hosts, targets })
     }
 
     /// Renews the lease and lists the hosts, if that is due. After failures it connects again, and
     /// registers again if the lease has ended.
-    pub fn renew(&mut self) {
-        if self.renewed.elapsed() < self.ttl / 3 {
+    pub fn renew(&mut self, now: Instant) {
+        if now.saturating_duration_since(self.renewed) < self.ttl / 3 {
             return;
         }
-        self.renewed = Instant::now();
-        if let Err(error) = self.try_renew()
-            && let Some(failures) = self.failures.record(Instant::now())
+        self.renewed = now;
+        if let Err(error) = self.try_renew(now)
+            && let Some(failures) = self.failures.record(now)
         {
             tracing::warn!(
                 node = self.record.node,
@@ -63,7 +64,7 @@ impl Membership {
         }
     }
 
-    fn try_renew(&mut self) -> Result<(), DirectoryError> {
+    fn try_renew(&mut self, now: Instant) -> Result<(), DirectoryError> {
         match self.directory.lease_keep_alive(self.lease.id) {
             Ok(()) => {}
             Err(DirectoryError::LeaseGone(_)) => {
@@ -74,7 +75,7 @@ impl Membership {
                 return Err(error);
             }
         }
-        self.fence_absent_hosts(Instant::now())
+        self.fence_absent_hosts(now)
     }
 
     /// Ends the tickets and connections of hosts that have left.
@@ -94,6 +95,12 @@ impl Membership {
         if let Err(error) = self.directory.lease_revoke(self.lease.id) {
             tracing::debug!(%error, "the record of the service ends with its lease");
         }
+    }
+}
+
+impl fmt::Debug for Membership {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Membership").field("record", &self.record).finish_non_exhaustive()
     }
 }
 
@@ -129,6 +136,7 @@ mod tests {
 
     #[test]
     fn tickets_of_a_host_that_has_left_end() {
+        let start = Instant::now();
         let world = DirectoryWorld::new(1);
         let (own, host) = (world.host(1), world.host(2));
         let claim = || {
@@ -148,8 +156,7 @@ mod tests {
         };
         let directory = Box::new(move || Ok(Arc::new(own.clone()) as Arc<dyn Directory>));
         let targets = vec![Arc::clone(&target) as Arc<dyn Target>];
-        let mut membership = Membership::join(directory, record, TTL, targets).unwrap();
-        let start = Instant::now();
+        let mut membership = Membership::join(directory, record, TTL, targets, start).unwrap();
         membership.fence_absent_hosts(start).unwrap();
         let key = names::agent_key(leaves.host);
         host.lease_revoke(host.get(&key).unwrap().unwrap().lease.unwrap()).unwrap();

@@ -208,7 +208,8 @@ pub fn serve(
     };
     let targets: Vec<Arc<dyn Target>> =
         std::iter::once(target).chain(device.as_ref().map(|(device, _)| Arc::clone(device))).collect();
-    let mut membership = Membership::join(options.connect, record, options.lease_ttl, targets)?;
+    let mut membership =
+        Membership::join(options.connect, record, options.lease_ttl, targets, Instant::now())?;
     let _metrics: Option<MetricsServer> =
         listener.map(|listener| metrics::serve(listener, Arc::clone(&service))).transpose()?;
     tracing::info!(node = options.node, bytes = options.memory_bytes, %address, "serving heaps");
@@ -220,7 +221,7 @@ pub fn serve(
         if tended.elapsed() >= TICK {
             tended = Instant::now();
             service.tend();
-            membership.renew();
+            membership.renew(Instant::now());
             keeper.reconnect_if_closed();
         }
         std::thread::sleep(PAUSE);

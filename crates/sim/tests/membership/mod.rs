@@ -7,8 +7,10 @@
 //! as the memory is kept. At the end, memory is owned by hosts with valid leases only.
 
 mod actions;
+mod caches;
 mod counts;
 mod end;
+mod heaps;
 mod host;
 mod link;
 mod machine;
@@ -47,7 +49,7 @@ fn every_mutation_is_noticed() {
 
 #[test]
 fn each_row_of_the_tables_has_its_outcome() {
-    let wrong = scenarios::play_all();
+    let wrong = [scenarios::play_all(), heaps::play_all(), caches::play_all()].concat();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
@@ -64,11 +66,17 @@ fn all_rows_of_the_tables_are_played() {
     let text = std::fs::read_to_string(path).expect("the document");
     let cells = text.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next());
     let names = cells.flat_map(|cell| cell.split(", ")).map(|name| name.trim_matches('`'));
-    let holders = ["agent-", "node-", "kept-", "segment-"];
+    let holders = ["agent-", "node-", "kept-", "heap-", "segment-", "cache-"];
     // Keys of the directory have a slash.
     let is_row = |name: &&str| holders.iter().any(|holder| name.starts_with(holder)) && !name.contains('/');
     let written: Vec<&str> = names.filter(is_row).collect();
-    assert!(written.iter().copied().eq(scenarios::names()), "{written:#?}");
+    let played = scenarios::names().chain(heaps::names()).chain(caches::names());
+    assert_eq!(sorted(written), sorted(played.collect()));
+}
+
+fn sorted(mut names: Vec<&str>) -> Vec<&str> {
+    names.sort_unstable();
+    names
 }
 
 mod long {
