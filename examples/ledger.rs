@@ -16,7 +16,7 @@ use aquifer_containers::{OrderedMap, Owned, migratable};
 
 const SEGMENT_BYTES: u64 = 16 << 20;
 const ACCOUNTS: u64 = 10_000;
-/// What each account has at first.
+/// The balance of each account at first.
 const GIFT: u64 = 100;
 /// Payments between two syncs.
 const PAYMENTS_AT_ONCE: u64 = 100;

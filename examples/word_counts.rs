@@ -27,7 +27,7 @@ migratable! {
     /// The words of one partition.
     #[derive(Debug)]
     pub struct Partition: 1 {
-        /// Its number.
+        /// The number of the partition.
         number: u64,
         /// Lines of the text that are counted.
         lines: u64,

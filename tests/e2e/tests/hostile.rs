@@ -119,7 +119,7 @@ fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
 #[test]
 fn the_corpus_of_the_parser_does_no_harm_to_the_agent() {
     let cluster = Cluster::up(1, "64M");
-    let corpus = build::root().join("crates/ipc/corpus/frame");
+    let corpus = build::root().join("crates/base/ipc/corpus/frame");
     let mut files = 0;
     for entry in std::fs::read_dir(corpus).expect("the corpus is there") {
         let path = entry.expect("an entry can be read").path();

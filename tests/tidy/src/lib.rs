@@ -43,11 +43,12 @@ impl ProjectFile {
     /// The unit to which the file belongs: its crate's folder, or the file itself.
     #[must_use]
     pub fn unit(&self) -> &str {
-        let is_in_crate = ["crates/", "bindings/", "tests/"].iter().any(|top| self.path.starts_with(top));
-        match self.path.match_indices('/').nth(1) {
-            Some((end, _)) if is_in_crate => &self.path[..end],
-            _ => &self.path,
-        }
+        let folders = match self.path.split('/').next() {
+            Some("crates") => 3,
+            Some("bindings" | "tests") => 2,
+            _ => return &self.path,
+        };
+        self.path.match_indices('/').nth(folders - 1).map_or(&self.path, |(end, _)| &self.path[..end])
     }
 
     /// The text.
@@ -116,28 +117,27 @@ pub fn has_word(text: &str, word: &str) -> bool {
     })
 }
 
-/// The names of the folders under `crates/`.
+/// The crates in the folders of `crates/`: their paths from the root, by name.
 ///
 /// # Panics
-/// If the folder cannot be read.
+/// If a folder cannot be read.
 #[must_use]
-pub fn crates() -> BTreeSet<String> {
-    files()
-        .iter()
-        .filter_map(|file| {
-            let name = file.path.strip_prefix("crates/")?.strip_suffix("/Cargo.toml")?;
-            Some(name.to_owned())
-        })
-        .collect()
+pub fn crates() -> BTreeMap<String, String> {
+    let manifests = files().into_iter().filter_map(|file| {
+        let path = file.path.strip_suffix("/Cargo.toml")?;
+        let (_folder, name) = path.strip_prefix("crates/")?.split_once('/')?;
+        Some((name.to_owned(), path.to_owned()))
+    });
+    manifests.collect()
 }
 
-/// The names in a table of a crate's `Cargo.toml`, such as `dependencies`.
+/// The names in a table of the `Cargo.toml` in a folder, such as `dependencies`.
 ///
 /// # Panics
-/// If the crate does not exist.
+/// If the file does not exist.
 #[must_use]
 pub fn cargo_table(folder: &str, table: &str) -> Vec<String> {
-    let path = root().join("crates").join(folder).join("Cargo.toml");
+    let path = root().join(folder).join("Cargo.toml");
     let text = std::fs::read_to_string(&path)
         .unwrap_or_else(|error| panic!("cannot read {}: {error}", path.display()));
     names_in_table(&text, table)
@@ -162,22 +162,24 @@ pub fn names_in_table(text: &str, table: &str) -> Vec<String> {
     names
 }
 
-/// The dependencies that a crate may have: its row in the table of `ARCHITECTURE.md`.
+/// The dependencies that a crate may have, as the tables of `ARCHITECTURE.md` say.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Allowance {
-    /// Crates of the project, by folder.
+    /// The folder of `crates/` that has the crate.
+    pub folder: String,
+    /// Crates of the project.
     pub internal: BTreeSet<String>,
     /// Crates from a registry; `None` for any.
     pub external: Option<BTreeSet<String>>,
 }
 
-/// The table of `ARCHITECTURE.md` that says which crate may use which.
+/// The dependencies that each crate may have.
 ///
 /// # Panics
-/// If the table is missing or a row has another length.
+/// If a table is missing or a row names what no row above has.
 #[must_use]
 pub fn allowances() -> BTreeMap<String, Allowance> {
-    parse_allowances(&architecture(), &crates())
+    parse_allowances(&architecture())
 }
 
 /// The text of `ARCHITECTURE.md`.
@@ -190,25 +192,52 @@ pub fn architecture() -> String {
         .unwrap_or_else(|error| panic!("cannot read ARCHITECTURE.md: {error}"))
 }
 
-/// Reads the table `| crate | what it is | may use | from outside |`.
+/// Reads the tables `| folder | crates | may use |` and `| crate | from outside |`.
+///
+/// A crate may use the folders and crates in its row, and those that its row lists before it. A
+/// name of a crate is in backticks; `all above` is all crates of earlier rows.
 ///
 /// # Panics
-/// If the table is missing or a row has another length.
+/// If a table is missing, or a row names a folder or crate that no row above has.
 #[must_use]
-pub fn parse_allowances(text: &str, all: &BTreeSet<String>) -> BTreeMap<String, Allowance> {
-    let rows = markdown::table_rows(text, &["crate", "what it is", "may use", "from outside"]);
-    assert!(!rows.is_empty(), "there is no table '| crate | what it is | may use | from outside |'");
-    rows.into_iter()
-        .map(|row| {
-            let internal = if row[2] == "all" { all.clone() } else { names(&row[2]) };
-            let external = (row[3] != "any").then(|| names(&row[3]));
-            (row[0].trim_matches('`').to_owned(), Allowance { internal, external })
-        })
-        .collect()
+pub fn parse_allowances(text: &str) -> BTreeMap<String, Allowance> {
+    let rows = markdown::table_rows(text, &["folder", "crates", "may use"]);
+    assert!(!rows.is_empty(), "there is no table '| folder | crates | may use |'");
+    let outside: BTreeMap<String, BTreeSet<String>> = markdown::table_rows(text, &["crate", "from outside"])
+        .iter()
+        .flat_map(|row| names(&row[0]).into_iter().map(|name| (name, names(&row[1]).into_iter().collect())))
+        .collect();
+    let mut folders: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    let mut found = BTreeMap::new();
+    for row in rows {
+        let folder = row[0].split('`').nth(1).expect("a folder is in backticks").to_owned();
+        let mut internal = BTreeSet::new();
+        for name in row[2].split(',').map(str::trim).filter(|name| *name != "–") {
+            let all = || folders.values().flatten().cloned();
+            match name.strip_prefix('`').and_then(|name| name.strip_suffix('`')) {
+                Some(name) => {
+                    assert!(all().any(|known| known == name), "no row above has the crate {name}");
+                    internal.insert(name.to_owned());
+                }
+                None if name == "all above" => internal.extend(all()),
+                None => internal
+                    .extend(folders.get(name).unwrap_or_else(|| panic!("no row above is {name}")).clone()),
+            }
+        }
+        let crates = names(&row[1]);
+        for name in &crates {
+            let external = outside.get(name).cloned();
+            let allowance = Allowance { folder: folder.clone(), internal: internal.clone(), external };
+            found.insert(name.clone(), allowance);
+            internal.insert(name.clone());
+        }
+        folders.insert(folder, crates.into_iter().collect());
+    }
+    found
 }
 
 /// Splits a list with commas; `–` is the empty list.
-fn names(list: &str) -> BTreeSet<String> {
+fn names(list: &str) -> Vec<String> {
     list.split(',')
         .map(|name| name.trim().trim_matches('`'))
         .filter(|name| *name != "–" && !name.is_empty())

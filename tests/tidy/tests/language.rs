@@ -25,6 +25,10 @@ const COMMENT_MARKERS: [(&str, &[&str]); 9] = [
     ("socket", &["#"]),
     ("sql", &["--"]),
 ];
+/// Words with which no doc comment begins, because the reader has to look for what they stand for.
+const BANNED_FIRST_WORDS: [&str; 13] = [
+    "Its", "It", "Of", "That", "The same", "Their", "These", "They", "This", "Those", "What", "Which", "Who",
+];
 const MARKDOWN_COLUMNS_MAX: usize = 200;
 const CODE_COLUMNS_MAX: usize = 110;
 const COMMENT_COLUMNS_MAX: usize = 100;
@@ -143,5 +147,39 @@ fn lines_of_code_and_comments_are_short() {
         "code has at most 110 columns, comments at most 100:",
         &violations,
         unfinished::CODE_LINES,
+    );
+}
+
+/// The first lines of the doc comments of a Rust file, with their numbers.
+fn first_doc_lines(text: &str) -> Vec<(usize, &str)> {
+    let mut found = Vec::new();
+    let mut is_inside = false;
+    for (line, number) in text.lines().zip(1..) {
+        let line = line.trim_start();
+        let comment = line.strip_prefix("/// ").or_else(|| line.strip_prefix("//! "));
+        if let Some(comment) = comment.filter(|_| !is_inside) {
+            found.push((number, comment));
+        }
+        is_inside = line.starts_with("///") || line.starts_with("//!");
+    }
+    found
+}
+
+#[test]
+fn doc_comments_name_their_noun_first() {
+    let mut violations = Vec::new();
+    for file in files().iter().filter(|file| file.has_extension(&["rs"])) {
+        for (line, comment) in first_doc_lines(&file.text()) {
+            let is_banned =
+                |word: &&str| comment.strip_prefix(*word).is_some_and(|rest| rest.starts_with(' '));
+            if BANNED_FIRST_WORDS.iter().any(is_banned) {
+                violations.push(Violation::new(file, line, comment));
+            }
+        }
+    }
+    assert_only_unfinished(
+        "name what the comment is about in its first words:",
+        &violations,
+        unfinished::FIRST_WORDS,
     );
 }

@@ -24,22 +24,26 @@ fn dependencies_are_read_in_all_their_forms() {
 
 #[test]
 fn permitted_dependencies_are_read() {
-    let text = "before\n\n| crate | what it is | may use | from outside |\n|---|---|---|---|\n\
-                | `pool` | it | `fabric`, `ipc` | any |\n| `shim` | it | – | `libc` |\n\
-                | `top` | it | all | any |\n\nafter | x";
-    let table = parse_allowances(text, &set(&["pool", "shim", "top"]));
-    assert_eq!(table["pool"].internal, set(&["fabric", "ipc"]));
-    assert_eq!(table["pool"].external, None);
-    assert_eq!(table["shim"].internal, set(&[]));
-    assert_eq!(table["shim"].external, Some(set(&["libc"])));
-    assert_eq!(table["top"].internal.len(), 3);
-    assert_eq!(table.len(), 3);
+    let text = "before\n\n| folder | crates | may use |\n|---|---|---|\n\
+                | [`base`](x) | `one`, `two` | – |\n| [`pool`](y) | `pool`, `more` | `one` |\n\
+                | [`top`](z) | `top` | base, pool |\n| [`end`](z) | `end` | all above |\n\n\
+                | crate | from outside |\n|---|---|\n| `two`, `pool` | libc |\n| `one` | – |\n";
+    let table = parse_allowances(text);
+    let internal = |name: &str| &table[name].internal;
+    assert_eq!((internal("one"), internal("two")), (&set(&[]), &set(&["one"])));
+    assert_eq!((internal("pool"), internal("more")), (&set(&["one"]), &set(&["one", "pool"])));
+    assert_eq!(internal("top"), &set(&["one", "two", "pool", "more"]));
+    assert_eq!(internal("end").len(), 5);
+    assert_eq!((table["one"].folder.as_str(), table.len()), ("base", 6));
+    assert_eq!(table["one"].external, Some(set(&[])));
+    assert_eq!(table["pool"].external, Some(set(&["libc"])));
+    assert_eq!(table["top"].external, None);
 }
 
 #[test]
 #[should_panic(expected = "no table")]
 fn a_missing_table_of_dependencies_is_noticed() {
-    let _ = parse_allowances("| crate | is |\n", &set(&[]));
+    let _ = parse_allowances("| crate | is |\n");
 }
 
 #[test]
@@ -74,7 +78,8 @@ fn golden_tests_are_read_over_several_lines() {
 #[test]
 fn a_file_belongs_to_its_crate_or_to_itself() {
     let unit = |path: &str| ProjectFile { path: path.to_owned(), bytes: 0 }.unit().to_owned();
-    assert_eq!(unit("crates/pool/src/op/mod.rs"), "crates/pool");
+    assert_eq!(unit("crates/pool/extents/src/core/book.rs"), "crates/pool/extents");
+    assert_eq!(unit("crates/pool/README.md"), "crates/pool/README.md");
     assert_eq!(unit("tests/e2e/Cargo.toml"), "tests/e2e");
     assert_eq!(unit("docs/formats/pool.md"), "docs/formats/pool.md");
     assert_eq!(unit("Cargo.toml"), "Cargo.toml");

@@ -1,0 +1,115 @@
+//! The processes of this host, by their names.
+
+use std::time::Duration;
+
+use aquifer_arena::calls::Tenure;
+
+use super::error::PROCESS_NAME_MAX;
+use super::programs::ProcessIdentity;
+use super::shared::Arrival;
+use super::{SegmentError, SegmentHost, SegmentKey};
+use aquifer_ownership::Holding;
+
+impl SegmentHost {
+    /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
+    /// `identity` is the process, if it can be seen; `held` has the segments that it got from an
+    /// earlier process of this agent. Returns those of them that it still owns, and those whose
+    /// hand-over is under way.
+    ///
+    /// # Errors
+    /// If the name is not possible, or another process has it.
+    pub fn open_process(
+        &self,
+        tenant: u32,
+        process: &str,
+        identity: Option<ProcessIdentity>,
+        held: &[(u64, Tenure)],
+    ) -> Result<(Vec<u64>, Vec<u64>), SegmentError> {
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if process.is_empty() || process.len() > PROCESS_NAME_MAX || !process.bytes().all(is_plain) {
+            return Err(SegmentError::Name(process.to_owned()));
+        }
+        let shared = &self.shared;
+        if shared.is_used_by_another(tenant, process, identity)
+            || !shared.registry.add_process(tenant, process, shared.own, shared.lease)?
+        {
+            return Err(SegmentError::NameTaken(process.to_owned()));
+        }
+        if !shared.processes.add(tenant, process, identity) {
+            return Err(SegmentError::NameTaken(process.to_owned()));
+        }
+        // It asks again for the outcome of hand-overs that are under way.
+        let mut awaited = Vec::new();
+        for (id, tenure) in held {
+            let entry = shared.segments.get(SegmentKey { tenant, id: *id });
+            if let Some(entry) = entry {
+                let mut entry = entry.lock();
+                let is_same = entry.identity.is_some() && entry.identity == identity;
+                if is_same
+                    && entry.tenure() == *tenure
+                    && matches!(entry.holder.holding(), Holding::Sent { .. })
+                {
+                    entry.is_awaited = true;
+                    awaited.push(*id);
+                }
+            }
+        }
+        let (mut still_held, mut left) = (Vec::new(), Vec::new());
+        for status in self.list(tenant).into_iter().filter(|status| status.process == process) {
+            let segment = SegmentKey { tenant, id: status.id };
+            let Ok(entry) = shared.owned(segment) else { continue };
+            let mut entry = entry.lock();
+            let is_same = entry.identity.is_some() && entry.identity == identity;
+            if is_same && held.contains(&(status.id, entry.tenure())) {
+                still_held.push(status.id)
+            } else {
+                left.push(segment)
+            }
+            entry.identity = identity;
+            entry.save();
+        }
+        for id in &still_held {
+            shared.arrivals.forget(SegmentKey { tenant, id: *id });
+        }
+        // What an earlier process of this name has left.
+        for segment in left {
+            shared.arrivals.forget(segment);
+            shared.arrive(segment, process);
+        }
+        still_held.retain(|id| !awaited.contains(id));
+        Ok((still_held, awaited))
+    }
+
+    /// Has a process accept no more segments.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
+        if self.has_process(tenant, process) {
+            self.shared.arrivals.forget_process(tenant, process);
+            let left = self.list(tenant).into_iter().filter(|status| status.process == process);
+            left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
+            let removed = self.shared.registry.remove_process(tenant, process);
+            // Last, so that nothing of this is done to the next process of the name.
+            self.shared.processes.remove(tenant, process);
+            removed?;
+        }
+        Ok(())
+    }
+
+    /// Waits for a segment that is handed over to a process of this host, or that an earlier
+    /// process of its name has left. If it is partial, each page must be pulled before it is
+    /// touched.
+    #[must_use]
+    pub fn receive(&self, tenant: u32, process: &str, timeout: Duration) -> Option<Arrival> {
+        let segment = self.shared.arrivals.wait(tenant, process, timeout)?;
+        let entry = self.owned(segment).ok()?;
+        entry.lock().arrival(segment)
+    }
+
+    /// Whether a process is open.
+    #[must_use]
+    pub fn has_process(&self, tenant: u32, process: &str) -> bool {
+        self.shared.processes.contains(tenant, process)
+    }
+}
