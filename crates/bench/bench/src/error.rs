@@ -76,24 +76,24 @@ pub enum BenchError {
         message: String,
     },
     /// A measured program failed.
-    #[error("{program} failed ({way}; {status}): {message}")]
+    #[error("{program} failed ({context}; {status}): {message}")]
     Program {
         /// The program.
         program: String,
         /// The way in which it ran.
-        way: String,
+        context: String,
         /// Its exit status.
         status: String,
         /// Its output.
         message: String,
     },
     /// A measured program printed no valid results.
-    #[error("{program} printed no valid results ({way}): {text:?}")]
+    #[error("{program} printed no valid results ({context}): {text:?}")]
     Figures {
         /// The program.
         program: String,
         /// The way in which it ran.
-        way: String,
+        context: String,
         /// Its output.
         text: String,
     },
@@ -106,12 +106,12 @@ pub enum BenchError {
         reason: String,
     },
     /// A measured program returned wrong data.
-    #[error("{program} returned wrong data ({way}): {what}")]
+    #[error("{program} returned wrong data ({context}): {what}")]
     Wrong {
         /// The program.
         program: String,
         /// The way in which it ran.
-        way: String,
+        context: String,
         /// The found and the expected data.
         what: String,
     },
@@ -144,11 +144,11 @@ pub enum BenchError {
         what: &'static str,
     },
     /// The output of a run differs from that of the plain run.
-    #[error("the output ({way}) differs from that of the plain run; compare {plain} with {other}",
+    #[error("the output ({context}) differs from that of the plain run; compare {plain} with {other}",
         plain = plain.display(), other = other.display())]
     OutputDiffers {
         /// The way in which it ran.
-        way: String,
+        context: String,
         /// The plain run's output.
         plain: PathBuf,
         /// The other output.

@@ -9,7 +9,7 @@ use aquifer_bench::support::draw::{self, Area, DrawResult, pixels};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::ways::Played;
+use super::runs::Played;
 
 const BAR_CHARS: u32 = 48;
 const WIDTH_PX: i32 = 820;
@@ -166,7 +166,7 @@ fn curves<'a>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::ways::Point;
+    use super::super::runs::Point;
     use super::*;
 
     fn played() -> Vec<Played> {

@@ -51,14 +51,14 @@ pub fn run(cluster: &Cluster, program: &Path, folder: &Path, load: Load) -> Resu
     let output = folder.join("output");
     let streams = Streams { input: None, output: &output };
     let outcome = child::run(command, &streams, Watched::Started, |_| {})?;
-    let (program, way) = ("processbench".to_owned(), format!("{} processes on the pool", load.processes));
+    let (program, context) = ("processbench".to_owned(), format!("{} processes on the pool", load.processes));
     if !outcome.status.success() {
         let (status, message) = (outcome.status.to_string(), outcome.message);
-        return Err(BenchError::Program { program, way, status, message });
+        return Err(BenchError::Program { program, context, status, message });
     }
     let text = std::fs::read_to_string(&output).map_err(BenchError::io("read", &output))?;
     match serde_json::from_str::<Figures>(&text) {
         Ok(figures) if figures.errors == 0 => Ok(figures),
-        _ => Err(BenchError::Figures { program, way, text }),
+        _ => Err(BenchError::Figures { program, context, text }),
     }
 }

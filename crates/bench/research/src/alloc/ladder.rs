@@ -13,8 +13,8 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::op::{Action, WordAccess, WordAt};
 use aquifer_pool::word::{LogOp, SpanWord};
 
+use super::allocators::Allocator;
 use super::model::{Load, ModelResult, Scene, play};
-use super::ways::Way;
 use super::words::Arrived;
 
 /// A rung. Each includes the mechanisms of those before it.
@@ -173,7 +173,7 @@ pub fn measure(sections: u32, allocations: usize, seeds: u64) -> Result<Vec<Tabl
         let mut rows = Vec::new();
         for rung in Rung::ALL {
             bar.set_message(format!("the ladder: {}", rung.name()));
-            let scene = Scene { way: Way::Part(rung), clients, nodes: 1, sections };
+            let scene = Scene { allocator: Allocator::Part(rung), clients, nodes: 1, sections };
             let outcomes: Result<Vec<ModelResult>, String> =
                 (0..seeds).map(|seed| play(&scene, &Load::Closed { class, allocations }, seed)).collect();
             let outcomes = outcomes.map_err(|reason| BenchError::Allocator { reason })?;
@@ -214,14 +214,14 @@ fn row(rung: Rung, outcomes: &[ModelResult]) -> Row {
 mod tests {
     use super::*;
 
-    fn played(way: Way) -> ModelResult {
-        let scene = Scene { way, clients: 16, nodes: 1, sections: 1536 };
+    fn played(allocator: Allocator) -> ModelResult {
+        let scene = Scene { allocator, clients: 16, nodes: 1, sections: 1536 };
         play(&scene, &Load::Closed { class: SizeClass::CHUNK, allocations: 2000 }, 1).unwrap()
     }
 
     #[test]
     fn each_mechanism_costs_what_it_does() {
-        let all = Rung::ALL.map(|rung| played(Way::Part(rung)));
+        let all = Rung::ALL.map(|rung| played(Allocator::Part(rung)));
         let [bitmap, contention, keys, log, service] = &all;
         let trips = |of: &ModelResult| of.each(of.trips);
         assert!(bitmap.lost > contention.lost, "{} and {} failed CASes", bitmap.lost, contention.lost);
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn without_the_service_it_is_ours() {
-        let (ours, part) = (played(Way::Ours), played(Way::Part(Rung::Log)));
+        let (ours, part) = (played(Allocator::Ours), played(Allocator::Part(Rung::Log)));
         assert_eq!(ours.latencies_ns, part.latencies_ns);
         assert_eq!((ours.trips, ours.swaps, ours.free_ns), (part.trips, part.swaps, part.free_ns));
     }

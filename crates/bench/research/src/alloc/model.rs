@@ -9,11 +9,11 @@ use aquifer_bench::support::spread::{mean_us, permille_us};
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
-use super::ways::{Client, Way};
+use super::allocators::{Allocator, Client};
 use super::words::{Arrived, World};
 
 /// Half of the round trip of a READ, a WRITE or an atomic, in ns.
-pub const WAY_NS: u64 = 850;
+pub const ONE_WAY_NS: u64 = 850;
 /// Time of each further operation of a doorbell.
 pub const MORE_NS: u64 = 100;
 /// Time of an RPC on the node's only core. With the round trip an RPC takes 4 µs.
@@ -31,7 +31,7 @@ const HELD_MAX: u64 = 64;
 #[derive(Clone, Copy, Debug)]
 pub struct Scene {
     /// The way to allocate extents.
-    pub way: Way,
+    pub allocator: Allocator,
     /// Number of clients. Each is of its own host, and makes no pause between two operations.
     pub clients: usize,
     /// Number of memory nodes.
@@ -213,8 +213,8 @@ struct Underway {
 /// A message if an allocator has no extent although half of the memory is free.
 pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<ModelResult, String> {
     let mut game = Game {
-        way: scene.way,
-        world: World::new(scene.way, scene.sections_each(), scene.nodes),
+        allocator: scene.allocator,
+        world: World::new(scene.allocator, scene.sections_each(), scene.nodes),
         clients: (0..scene.clients).map(|number| Client::new(scene, number, seed)).collect(),
         demand: Demand::new(scene, load),
         underway: vec![None; scene.clients],
@@ -240,7 +240,7 @@ pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<ModelResult, St
 }
 
 struct Game<'a> {
-    way: Way,
+    allocator: Allocator,
     world: World,
     clients: Vec<Client>,
     demand: Demand<'a>,
@@ -262,7 +262,7 @@ impl Game<'_> {
         let mut leaves_ns = now_ns + MORE_NS * operations.saturating_sub(1);
         let mut cpu_ns = 0;
         if let Some(class) = rpc {
-            cpu_ns = RPC_NS + self.way.core_ns(class, REGISTER_4M_NS, BIND_NS);
+            cpu_ns = RPC_NS + self.allocator.core_ns(class, REGISTER_4M_NS, BIND_NS);
             leaves_ns = self.core_free_ns[node].max(now_ns) + cpu_ns;
             self.core_free_ns[node] = leaves_ns;
         }
@@ -273,7 +273,7 @@ impl Game<'_> {
             self.outcome.lost += lost;
             self.outcome.node_cpu_ns += cpu_ns;
         }
-        self.post(leaves_ns + WAY_NS, Event::Returns, number);
+        self.post(leaves_ns + ONE_WAY_NS, Event::Returns, number);
     }
 
     fn returns(&mut self, number: usize, now_ns: u64) -> Result<(), String> {
@@ -301,7 +301,7 @@ impl Game<'_> {
             self.clients[number].arrive(&mut self.world);
             self.post(now_ns + local_ns, Event::Returns, number);
         } else {
-            self.post(now_ns + WAY_NS, Event::Arrives, number);
+            self.post(now_ns + ONE_WAY_NS, Event::Arrives, number);
         }
         Ok(())
     }
@@ -328,21 +328,21 @@ mod tests {
     fn every_line_of_a_trace_is_played_once_and_in_time() {
         let arrivals: Vec<Arrival> =
             (0..600).map(|number| Arrival { at_ns: number * 20_000, class: SizeClass::SPAN }).collect();
-        for way in Way::ALL {
-            let scene = Scene { way, clients: 4, nodes: 2, sections: 16 };
+        for allocator in Allocator::ALL {
+            let scene = Scene { allocator, clients: 4, nodes: 2, sections: 16 };
             let outcome = play(&scene, &Load::Trace(&arrivals), 1).unwrap();
-            assert_eq!(outcome.latencies_ns.len(), 600, "{way:?}");
+            assert_eq!(outcome.latencies_ns.len(), 600, "{allocator:?}");
             // A client's share is 32 of its 150 extents.
-            assert_eq!(outcome.frees, 4 * (150 - 32), "{way:?}");
-            assert!(outcome.latencies_ns[0] >= 2 * WAY_NS, "{way:?}");
+            assert_eq!(outcome.frees, 4 * (150 - 32), "{allocator:?}");
+            assert!(outcome.latencies_ns[0] >= 2 * ONE_WAY_NS, "{allocator:?}");
         }
     }
 
     #[test]
     fn who_is_late_is_late_from_when_it_was_wanted() {
         let arrivals = [Arrival { at_ns: 1_000_000, class: SizeClass::CHUNK }; 3];
-        let scene = Scene { way: Way::Array, clients: 1, nodes: 1, sections: 4 };
+        let scene = Scene { allocator: Allocator::Array, clients: 1, nodes: 1, sections: 4 };
         let outcome = play(&scene, &Load::Trace(&arrivals), 1).unwrap();
-        assert_eq!(outcome.latencies_ns, [1, 2, 3].map(|trips| trips * 2 * WAY_NS));
+        assert_eq!(outcome.latencies_ns, [1, 2, 3].map(|trips| trips * 2 * ONE_WAY_NS));
     }
 }

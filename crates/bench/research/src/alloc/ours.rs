@@ -9,8 +9,8 @@ use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Outcomes, StateMachine, Step, StepResult, WordAt};
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
+use super::allocators::pick;
 use super::ladder::{Account, Rung};
-use super::ways::pick;
 use super::words::{Arrived, World, plain};
 
 /// Time of a request to the agent of this host and its answer, through a polled ring.
@@ -106,7 +106,7 @@ impl OurClient {
         self.start(node, Operation::Free(FreeOp::new(self.host, grant)))
     }
 
-    /// See [`super::ways::Client::local_ns`].
+    /// See [`super::allocators::Client::local_ns`].
     pub fn local_ns(&self) -> Option<u64> {
         match (self.asked, &self.action) {
             (Some(_), _) => Some(RING_NS),

@@ -19,8 +19,8 @@ use aquifer_pool::op::{AllocOp, OpError, RecoverOp, Recovered, StateMachine, Ste
 use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::{NodeId, NodeMemory, PoolError, SizeClass, recover_node};
 
-use super::model::{MORE_NS, WAY_NS};
-use super::ways::Way;
+use super::allocators::Allocator;
+use super::model::{MORE_NS, ONE_WAY_NS};
 use super::words::NodeWords;
 
 /// Sections of a million chunks.
@@ -158,7 +158,7 @@ fn cache() -> NodeCache {
 
 /// Metadata of a node whose memory is all allocated by one host.
 fn held(class: SizeClass) -> Result<NodeWords, OpError> {
-    let (mut words, mut cache) = (NodeWords::new(Way::Ours, SECTIONS), cache());
+    let (mut words, mut cache) = (NodeWords::new(Allocator::Ours, SECTIONS), cache());
     for _ in 0..SECTIONS * SECTION_CHUNKS / class.chunks() {
         run(&mut words, &mut cache, AllocOp::new(DEAD, class)).0?;
     }
@@ -185,7 +185,7 @@ fn run<M: StateMachine>(
             Step::Done(result) => return (result, time_ns),
             Step::Post(action) => {
                 let arrived = words.carry_out(&action, &mut heard);
-                time_ns += 2 * WAY_NS + MORE_NS * arrived.operations.saturating_sub(1);
+                time_ns += 2 * ONE_WAY_NS + MORE_NS * arrived.operations.saturating_sub(1);
                 step = machine.step(cache, StepResult(&heard));
             }
         }

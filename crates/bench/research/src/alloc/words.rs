@@ -6,7 +6,7 @@ use aquifer_pool::layout::SECTION_ENTRIES;
 use aquifer_pool::op::{Action, WordAccess, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS};
 
-use super::ways::Way;
+use super::allocators::Allocator;
 
 /// Counts of a client's operations at a node.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,16 +42,17 @@ pub struct NodeWords {
 
 impl World {
     /// Metadata of free memory.
-    pub fn new(way: Way, sections: u32, nodes: usize) -> Self {
-        Self { nodes: (0..nodes).map(|_| NodeWords::new(way, sections)).collect() }
+    pub fn new(allocator: Allocator, sections: u32, nodes: usize) -> Self {
+        Self { nodes: (0..nodes).map(|_| NodeWords::new(allocator, sections)).collect() }
     }
 }
 
 impl NodeWords {
     /// Metadata of free memory.
-    pub fn new(way: Way, sections: u32) -> Self {
+    pub fn new(allocator: Allocator, sections: u32) -> Self {
         let of = |is_used: bool, each: u32| if is_used { (sections * each) as usize } else { 0 };
-        let (ours, array) = (matches!(way, Way::Ours | Way::Part(_)), way == Way::Array);
+        let (ours, array) =
+            (matches!(allocator, Allocator::Ours | Allocator::Part(_)), allocator == Allocator::Array);
         Self {
             sections: vec![0; of(ours, 1)],
             spans: vec![0; of(ours, SECTION_SPANS)],
@@ -152,7 +153,7 @@ mod tests {
 
     #[test]
     fn two_clients_with_the_same_start_own_different_entries() {
-        let mut words = NodeWords::new(Way::Array, 1);
+        let mut words = NodeWords::new(Allocator::Array, 1);
         // With these seeds both start at the first entry.
         let mut clients = [1, 2].map(|host| ArrayClient::new(host, 1, 1, u64::from(host)));
         let mut owners = [0; SECTION_CHUNKS as usize];
@@ -184,7 +185,7 @@ mod tests {
 
     #[test]
     fn entries_that_others_have_freed_are_found() {
-        let mut words = NodeWords::new(Way::Array, 1);
+        let mut words = NodeWords::new(Allocator::Array, 1);
         let mut clients = [1, 2].map(|host| ArrayClient::new(host, 1, 1, 0));
         // The other client owns all entries, and this one learns that.
         assert!(clients[1].start_allocation(0, SizeClass::SECTION));

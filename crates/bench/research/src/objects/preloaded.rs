@@ -58,7 +58,7 @@ pub fn measure(library: &Path, number: usize, threads: u16) -> Result<f64, Bench
     let bytes = printed.trim().parse().ok().filter(|_| is_loaded);
     bytes.ok_or_else(|| BenchError::Program {
         program: "the process that plays a trace of Redis".into(),
-        way: format!("with {}", library.display()),
+        context: format!("with {}", library.display()),
         status: output.status.to_string(),
         message: message.trim().to_owned(),
     })

@@ -8,7 +8,7 @@ use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{AllocOp, FreeOp, Grant, OpError, StateMachine, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
 
-use crate::alloc::ways::Way;
+use crate::alloc::allocators::Allocator;
 use crate::alloc::words::NodeWords;
 
 /// Number of memory nodes.
@@ -64,7 +64,7 @@ impl SimulatedPool {
                 NodeCache::new(&layout, search_start, Tenant(0), NumberSource::counted(1, 64))
             };
             Node {
-                words: NodeWords::new(Way::Ours, each),
+                words: NodeWords::new(Allocator::Ours, each),
                 caches: (0..hosts).map(cache).collect(),
                 owners: vec![0; (each * SECTION_CHUNKS) as usize],
                 free_pages: u64::from(each * SECTION_CHUNKS),

@@ -183,7 +183,7 @@ impl Postgres {
         if !digest.starts_with("t|") || latencies_us.is_empty() {
             return Err(BenchError::Wrong {
                 program: PROGRAM.into(),
-                way: "its tables after pgbench".into(),
+                context: "its tables after pgbench".into(),
                 what: format!("accounts, tellers, branches and history do not sum up: {digest}"),
             });
         }

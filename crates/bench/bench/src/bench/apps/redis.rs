@@ -178,7 +178,7 @@ fn failed(error: std::io::Error) -> BenchError {
 }
 
 fn wrong(what: String) -> BenchError {
-    BenchError::Wrong { program: PROGRAM.into(), way: "a value over its socket".into(), what }
+    BenchError::Wrong { program: PROGRAM.into(), context: "a value over its socket".into(), what }
 }
 
 fn name(key: usize) -> Vec<u8> {

@@ -114,7 +114,7 @@ impl Loaded {
         let counts = played.counts;
         if counts.misses + counts.refused > 0 {
             let what = format!("{} keys were not found, {} refused", counts.misses, counts.refused);
-            return Err(BenchError::Wrong { program: server.name.into(), way: kind.name().into(), what });
+            return Err(BenchError::Wrong { program: server.name.into(), context: kind.name().into(), what });
         }
         measured.resident_mib.push(float(server.memory_bytes()) / f64::from(1 << 20));
         measured.cpu_us.push(float(cpu_ns) / 1e3 / float(counts.requests()));

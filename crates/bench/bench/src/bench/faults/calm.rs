@@ -6,7 +6,7 @@ use aquifer_bench::BenchError;
 use aquifer_bench::support::bytes::{MIB, float};
 use aquifer_bench::support::child::Watched;
 
-use super::ways::Bench;
+use super::backends::Bench;
 
 /// The programs' limit: many times what they use.
 const LIMIT_BYTES: u64 = 512 * MIB;

@@ -16,8 +16,8 @@ use aquifer_objects::client::{HeapClient, HeapRoute};
 use tempfile::TempDir;
 
 use super::cached::Memcached;
+use super::stores::{self, ComparedStore, MemcachedStore, OurStore, RedisStore};
 use super::tls::Certificate;
-use super::ways::{self, MemcachedStore, OurStore, RedisStore, Way};
 use crate::bench::apps::find_program;
 use crate::bench::apps::resp::Client;
 
@@ -132,27 +132,27 @@ impl Servers {
     ///
     /// # Errors
     /// If one cannot be used.
-    pub fn ways(&self) -> Result<Vec<Box<dyn Way>>, BenchError> {
-        let mut ways: Vec<Box<dyn Way>> = Vec::new();
+    pub fn stores(&self) -> Result<Vec<Box<dyn ComparedStore>>, BenchError> {
+        let mut stores: Vec<Box<dyn ComparedStore>> = Vec::new();
         let agent = self.cluster.state().join("agent.sock");
         let shared = HeapClient::connect_at(agent.clone(), Some(1)).map_err(heap_error)?;
         let remote = HeapClient::connect_remotely(agent.clone(), Some(1)).map_err(heap_error)?;
         let plain = self.connect_plain(agent)?;
         let service = self.service_pid()?;
         for (name, client, service) in [
-            (ways::SHARED, shared, service),
-            (ways::TCP, remote, service),
-            (ways::PLAIN, plain, self.plain_pid),
+            (stores::SHARED, shared, service),
+            (stores::TCP, remote, service),
+            (stores::PLAIN, plain, self.plain_pid),
         ] {
-            ways.push(Box::new(OurStore { name, store: new_store(client, name)?, service }));
+            stores.push(Box::new(OurStore { name, store: new_store(client, name)?, service }));
         }
         if let Some(program) = &self.memcached {
-            self.add_memcached(program, &mut ways)?;
+            self.add_memcached(program, &mut stores)?;
         }
         if let Some(program) = &self.redis {
-            self.add_redis(program, &mut ways)?;
+            self.add_redis(program, &mut stores)?;
         }
-        Ok(ways)
+        Ok(stores)
     }
 
     fn service_pid(&self) -> Result<u32, BenchError> {
@@ -175,9 +175,13 @@ impl Servers {
             .ok_or_else(|| heap_error("the plain service does not answer"))
     }
 
-    fn add_memcached(&self, program: &Path, ways: &mut Vec<Box<dyn Way>>) -> Result<(), BenchError> {
+    fn add_memcached(
+        &self,
+        program: &Path,
+        stores: &mut Vec<Box<dyn ComparedStore>>,
+    ) -> Result<(), BenchError> {
         let user = ["-u", "daemon"].map(String::from);
-        for (name, is_encrypted) in [(ways::MEMCACHED, false), (ways::MEMCACHED_TLS, true)] {
+        for (name, is_encrypted) in [(stores::MEMCACHED, false), (stores::MEMCACHED_TLS, true)] {
             let port = free_port()?;
             let mut arguments: Vec<String> =
                 ["-l", "127.0.0.1", "-m", "1024", "-p", &port.to_string()].map(String::from).to_vec();
@@ -191,19 +195,19 @@ impl Servers {
             }
             let mut server = Server::start(program, &arguments, self.folder.path(), port)?;
             let (stream, pid) = (server.connect(name)?, server.child.id());
-            ways.push(if is_encrypted {
+            stores.push(if is_encrypted {
                 let client = Memcached::over(self.certificate.connect(stream)?);
-                Box::new(Served { way: MemcachedStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: MemcachedStore { name, client, server: pid }, _server: server })
             } else {
                 let client = Memcached::over(stream);
-                Box::new(Served { way: MemcachedStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: MemcachedStore { name, client, server: pid }, _server: server })
             });
         }
         Ok(())
     }
 
-    fn add_redis(&self, program: &Path, ways: &mut Vec<Box<dyn Way>>) -> Result<(), BenchError> {
-        for (name, is_encrypted) in [(ways::REDIS, false), (ways::REDIS_TLS, true)] {
+    fn add_redis(&self, program: &Path, stores: &mut Vec<Box<dyn ComparedStore>>) -> Result<(), BenchError> {
+        for (name, is_encrypted) in [(stores::REDIS, false), (stores::REDIS_TLS, true)] {
             let port = free_port()?;
             let number = port.to_string();
             let mut arguments =
@@ -220,12 +224,12 @@ impl Servers {
             }
             let mut server = Server::start(program, &arguments, self.folder.path(), port)?;
             let (stream, pid) = (server.connect(name)?, server.child.id());
-            ways.push(if is_encrypted {
+            stores.push(if is_encrypted {
                 let client = Client::over(self.certificate.connect(stream)?);
-                Box::new(Served { way: RedisStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: RedisStore { name, client, server: pid }, _server: server })
             } else {
                 let client = Client::over(stream);
-                Box::new(Served { way: RedisStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: RedisStore { name, client, server: pid }, _server: server })
             });
         }
         Ok(())
@@ -234,29 +238,29 @@ impl Servers {
 
 /// A way, and its server.
 struct Served<W> {
-    way: W,
+    store: W,
     _server: Server,
 }
 
-impl<W: Way> Way for Served<W> {
+impl<W: ComparedStore> ComparedStore for Served<W> {
     fn name(&self) -> &'static str {
-        self.way.name()
+        self.store.name()
     }
 
     fn put(&mut self, key: &[u8], value: &[u8]) -> Result<(), BenchError> {
-        self.way.put(key, value)
+        self.store.put(key, value)
     }
 
     fn get(&mut self, key: &[u8], out: &mut Vec<u8>) -> Result<bool, BenchError> {
-        self.way.get(key, out)
+        self.store.get(key, out)
     }
 
-    fn get_many(&mut self, keys: &[&[u8]], found: ways::Found<'_>) -> Result<(), BenchError> {
-        self.way.get_many(keys, found)
+    fn get_many(&mut self, keys: &[&[u8]], found: stores::Found<'_>) -> Result<(), BenchError> {
+        self.store.get_many(keys, found)
     }
 
     fn server_cpu_ns(&self) -> u64 {
-        self.way.server_cpu_ns()
+        self.store.server_cpu_ns()
     }
 }
 

@@ -126,7 +126,7 @@ impl Player {
         let result = serde_json::from_str(&printed).ok().filter(|_| status.success());
         result.ok_or_else(|| BenchError::Program {
             program: "a process with segments".into(),
-            way: "over TCP".into(),
+            context: "over TCP".into(),
             status: status.to_string(),
             message: message.trim().to_owned(),
         })

@@ -28,7 +28,7 @@ pub fn check(object: usize, found: &[u8]) -> Result<(), BenchError> {
         true => Ok(()),
         false => Err(BenchError::Wrong {
             program: "aquifer heap-service".into(),
-            way: "a direct read".into(),
+            context: "a direct read".into(),
             what: format!("object {object} has other bytes than it was given"),
         }),
     }

@@ -30,7 +30,7 @@ const ZERO_AT: u64 = ENTRIES_BYTES as u64;
 
 /// A way to allocate extents of a real node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum RealWay {
+pub enum RealAllocator {
     /// RPC; the target binds a window for each extent.
     OnDemandRpc,
     /// RPC; one key for all memory.
@@ -43,7 +43,7 @@ pub enum RealWay {
     Trip,
 }
 
-impl RealWay {
+impl RealAllocator {
     /// All ways; the pool and the lower bound are last.
     pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::Array, Self::Ours, Self::Trip];
 
@@ -88,24 +88,24 @@ impl AllocClient {
     ///
     /// # Errors
     /// If the endpoint fails.
-    pub fn new(way: RealWay, host: Host, endpoint: Box<dyn Endpoint>) -> Result<Self, String> {
+    pub fn new(allocator: RealAllocator, host: Host, endpoint: Box<dyn Endpoint>) -> Result<Self, String> {
         let (counted, tally) = Counted::new(endpoint);
-        let inner = match way {
-            RealWay::OnDemandRpc | RealWay::Rpc => {
-                let window = way == RealWay::OnDemandRpc;
+        let inner = match allocator {
+            RealAllocator::OnDemandRpc | RealAllocator::Rpc => {
+                let window = allocator == RealAllocator::OnDemandRpc;
                 Inner::Rpc { wire: Wire::new(Box::new(counted), 0)?, window, answer: Vec::new() }
             }
-            RealWay::Array => {
+            RealAllocator::Array => {
                 let machine = Box::new(ArrayClient::new(host.0, NODE_SECTIONS, 1, 0));
                 let wire = Wire::new(Box::new(counted), 1)?;
                 Inner::Array { wire, machine, heard: Vec::new(), works: Vec::new() }
             }
-            RealWay::Ours => {
+            RealAllocator::Ours => {
                 let mut pool = PoolClient::new(host, Tenant(0));
                 pool.add_node(NODE, Box::new(counted)).map_err(|error| error.to_string())?;
                 Inner::Ours(Box::new(pool))
             }
-            RealWay::Trip => Inner::Trip(Wire::new(Box::new(counted), 0)?),
+            RealAllocator::Trip => Inner::Trip(Wire::new(Box::new(counted), 0)?),
         };
         Ok(Self { tally, inner })
     }

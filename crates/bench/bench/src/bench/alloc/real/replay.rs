@@ -9,7 +9,7 @@ use aquifer_bench::support::{interrupt, procs, progress};
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
-use super::clients::{AllocClient, Allocation, RealWay};
+use super::clients::{AllocClient, Allocation, RealAllocator};
 use super::round::Measured;
 use super::{NODE_SECTIONS, Node, connect, table};
 
@@ -19,15 +19,15 @@ use super::{NODE_SECTIONS, Node, connect, table};
 /// If the serving process cannot be started, or a way fails.
 pub fn replay(arrivals: &[Arrival], clients: usize, rounds: usize) -> Result<Vec<Table>, BenchError> {
     let node = Node::start()?;
-    let bar = progress::bar(node.reaches.len() * RealWay::ALL.len() * rounds);
+    let bar = progress::bar(node.reaches.len() * RealAllocator::ALL.len() * rounds);
     let mut tables = Vec::new();
     for reach in &node.reaches {
-        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealWay::ALL.len()];
+        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealAllocator::ALL.len()];
         for _ in 0..rounds {
-            for (way, all) in RealWay::ALL.into_iter().zip(&mut all) {
+            for (allocator, all) in RealAllocator::ALL.into_iter().zip(&mut all) {
                 interrupt::check()?;
-                bar.set_message(format!("the trace, over {}: {}", reach.provider(), way.name()));
-                let takers = connect(reach, way, clients)?;
+                bar.set_message(format!("the trace, over {}: {}", reach.provider(), allocator.name()));
+                let takers = connect(reach, allocator, clients)?;
                 all.push(play(takers, node.process.pid(), arrivals)?);
                 bar.inc(1);
             }

@@ -89,7 +89,7 @@ pub fn check(counts: Counts) -> Result<(), BenchError> {
         return Ok(());
     }
     let what = format!("{} keys were not found, {} sets refused", counts.misses, counts.refused);
-    Err(BenchError::Wrong { program: AQUIFER.into(), way: "moves".into(), what })
+    Err(BenchError::Wrong { program: AQUIFER.into(), context: "moves".into(), what })
 }
 
 /// A time in µs since the begin of a measurement.

@@ -28,7 +28,7 @@ const TRIES: usize = 4;
 
 /// A way to run a program.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Way {
+pub enum AppBackend {
     /// All resident.
     Plain,
     /// On memory nodes over shared memory.
@@ -41,7 +41,7 @@ pub enum Way {
     Zram,
 }
 
-impl Way {
+impl AppBackend {
     /// All ways with a limit, in the order of a round. The peers need root.
     pub const LIMITED: [Self; 4] = [Self::PoolShm, Self::PoolTcp, Self::SwapFile, Self::Zram];
 
@@ -143,7 +143,7 @@ impl Stage {
     /// If it fails, or a signal asks to stop.
     pub fn plain(&self, app: &dyn App) -> Result<(Sample, Played, u64), BenchError> {
         let command = self.command(app, |program| Ok::<_, BenchError>(Command::new(program)))?;
-        let (outcome, played) = self.play(app, Way::Plain, command, Watched::All)?;
+        let (outcome, played) = self.play(app, AppBackend::Plain, command, Watched::All)?;
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
@@ -155,14 +155,14 @@ impl Stage {
     pub fn limited(
         &mut self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         fit: Fit,
     ) -> Result<Option<(Sample, Played)>, BenchError> {
-        match way {
-            Way::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
-            Way::PoolShm | Way::PoolTcp => self.pool(app, way, fit).map(Some),
-            Way::SwapFile => self.swap_until_done(app, way, fit, fit.limit_bytes()),
-            Way::Zram => self.zram(app, fit),
+        match backend {
+            AppBackend::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
+            AppBackend::PoolShm | AppBackend::PoolTcp => self.pool(app, backend, fit).map(Some),
+            AppBackend::SwapFile => self.swap_until_done(app, backend, fit, fit.limit_bytes()),
+            AppBackend::Zram => self.zram(app, fit),
         }
     }
 
@@ -181,7 +181,7 @@ impl Stage {
     fn play(
         &self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         command: Command,
         watched: Watched,
     ) -> Result<(ProgramOutcome, Played), BenchError> {
@@ -193,22 +193,22 @@ impl Stage {
             // The client of a server that died reports only a closed connection.
             done => Err(BenchError::Program {
                 program: app.name().into(),
-                way: way.name().into(),
+                context: backend.name().into(),
                 status: outcome.status.to_string(),
                 message: outcome.message + &done.err().map_or(String::new(), |error| format!("\n{error}")),
             }),
         }
     }
 
-    fn pool(&self, app: &dyn App, way: Way, fit: Fit) -> Result<(Sample, Played), BenchError> {
+    fn pool(&self, app: &dyn App, backend: AppBackend, fit: Fit) -> Result<(Sample, Played), BenchError> {
         let (_, cluster) = self
             .clusters
             .iter()
-            .find(|(fabric, _)| way.fabric() == Some(*fabric))
+            .find(|(fabric, _)| backend.fabric() == Some(*fabric))
             .expect("clusters are brought up before any run on the pool");
-        let (command, stats) = self.pooled_command(app, way, cluster, fit.limit_bytes())?;
+        let (command, stats) = self.pooled_command(app, backend, cluster, fit.limit_bytes())?;
         let before_us = cluster.cpu_us();
-        let (outcome, played) = self.play(app, way, command, Watched::Started)?;
+        let (outcome, played) = self.play(app, backend, command, Watched::Started)?;
         let mut sample = sample(&outcome, &played, cluster.cpu_us().saturating_sub(before_us));
         let stats = read_statistics(&stats)?;
         sample.insert("elsewhere MiB", float(stats.remote_peak_bytes) / float(MIB));
@@ -222,11 +222,11 @@ impl Stage {
     fn pooled_command(
         &self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         cluster: &Cluster,
         limit_bytes: u64,
     ) -> Result<(Command, PathBuf), BenchError> {
-        let socket = way.fabric().and_then(|fabric| self.user.socket(fabric.name()));
+        let socket = backend.fabric().and_then(|fabric| self.user.socket(fabric.name()));
         if let Some(socket) = socket.filter(|_| app.refuses_root()) {
             let stats = self.user.home().join("stats.json");
             return Ok((self.user.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
@@ -240,12 +240,12 @@ impl Stage {
     fn swap_until_done(
         &mut self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         fit: Fit,
         limit_bytes: u64,
     ) -> Result<Option<(Sample, Played)>, BenchError> {
         for _ in 0..TRIES {
-            match self.swap(app, way, fit, limit_bytes)? {
+            match self.swap(app, backend, fit, limit_bytes)? {
                 Ok((mut sample, played, usage)) => {
                     let taken_bytes = limit_bytes + usage.store_peak_bytes;
                     let beyond = float(taken_bytes.saturating_sub(fit.limit_bytes())) / float(MIB);
@@ -253,8 +253,8 @@ impl Stage {
                     return Ok(Some((sample, played)));
                 }
                 Err(reason) => {
-                    let (name, way) = (app.name(), way.name());
-                    self.notes.push(format!("{name} on {way} at {} %: {reason}", fit.percent));
+                    let (name, backend) = (app.name(), backend.name());
+                    self.notes.push(format!("{name} on {backend} at {} %: {reason}", fit.percent));
                 }
             }
         }
@@ -264,13 +264,14 @@ impl Stage {
     fn swap(
         &self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         fit: Fit,
         limit_bytes: u64,
     ) -> Result<Result<(Sample, Played, SetupUsage), String>, BenchError> {
-        let setup = way.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
+        let setup =
+            backend.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
         let command = self.command(app, |program| setup.command(program))?;
-        let (result, was_in_want) = setup.patiently(|| self.play(app, way, command, Watched::All))?;
+        let (result, was_in_want) = setup.patiently(|| self.play(app, backend, command, Watched::All))?;
         let usage = setup.usage()?;
         setup.close()?;
         let (outcome, played) = match result {
@@ -295,7 +296,7 @@ impl Stage {
         let key = (app.name(), fit.percent);
         // If this run fails the size is not known, and the whole limit is used.
         if !self.beside_zram.contains_key(&key)
-            && let Ok((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())?
+            && let Ok((_, _, usage)) = self.swap(app, AppBackend::Zram, fit, fit.limit_bytes())?
         {
             let left = beside_store(fit.limit_bytes(), &usage);
             self.notes.push(match left {
@@ -308,7 +309,7 @@ impl Stage {
                 ),
                 None => format!(
                     "zram, {} at {} %: its store of {} is too large for a limit of {}, so it is in addition \
-                     to the limit: memory that the other ways do not have",
+                     to the limit: memory that the other backends do not have",
                     app.name(),
                     fit.percent,
                     show_bytes(usage.store_peak_bytes),
@@ -318,7 +319,7 @@ impl Stage {
             self.beside_zram.insert(key, left);
         }
         let left = self.beside_zram.get(&key).copied().flatten().unwrap_or(fit.limit_bytes());
-        self.swap_until_done(app, Way::Zram, fit, left)
+        self.swap_until_done(app, AppBackend::Zram, fit, left)
     }
 }
 

@@ -23,7 +23,7 @@ pub const REDIS_TLS: &str = "redis, TLS";
 pub type Found<'a> = &'a mut dyn FnMut(usize, Option<&Vec<u8>>) -> Result<(), BenchError>;
 
 /// A store.
-pub trait Way {
+pub trait ComparedStore {
     /// Its name.
     fn name(&self) -> &'static str;
 
@@ -60,7 +60,7 @@ pub fn check(name: &str, found: Option<&Vec<u8>>, expected: &[u8]) -> Result<(),
         Some(found) if found == expected => Ok(()),
         _ => Err(BenchError::Wrong {
             program: name.into(),
-            way: "a get".into(),
+            context: "a get".into(),
             what: "the value is not that which was put".into(),
         }),
     }
@@ -77,7 +77,7 @@ fn failed(error: impl std::fmt::Display) -> BenchError {
     BenchError::Heap { reason: error.to_string() }
 }
 
-impl Way for OurStore {
+impl ComparedStore for OurStore {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -125,7 +125,7 @@ pub struct MemcachedStore<S: Read + Write> {
     pub server: u32,
 }
 
-impl<S: Read + Write> Way for MemcachedStore<S> {
+impl<S: Read + Write> ComparedStore for MemcachedStore<S> {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -170,7 +170,7 @@ pub struct RedisStore<S: Read + Write> {
     pub server: u32,
 }
 
-impl<S: Read + Write> Way for RedisStore<S> {
+impl<S: Read + Write> ComparedStore for RedisStore<S> {
     fn name(&self) -> &'static str {
         self.name
     }

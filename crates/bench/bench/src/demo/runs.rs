@@ -21,7 +21,7 @@ const POINT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How the program gets its memory.
 #[derive(Clone, Copy, Debug)]
-pub enum Way<'a> {
+pub enum DemoRun<'a> {
     /// Without a limit.
     Plain,
     /// With a limit, and the rest on memory nodes.
@@ -40,7 +40,7 @@ pub enum Way<'a> {
     },
 }
 
-impl Way<'_> {
+impl DemoRun<'_> {
     /// Name of the plain run, and of its output file.
     pub const PLAIN: &'static str = "plainly";
     /// Name of the run on the pool, and of its output file.
@@ -138,29 +138,31 @@ impl Stage {
     ///
     /// # Errors
     /// If it cannot be set up, fails, or a signal asks to stop.
-    pub fn run(&mut self, way: Way<'_>) -> Result<Played, BenchError> {
-        match way {
-            Way::Plain => {
+    pub fn run(&mut self, run: DemoRun<'_>) -> Result<Played, BenchError> {
+        match run {
+            DemoRun::Plain => {
                 let command = Command::new(self.program.executable());
-                self.play(&way, command, Watched::All, u64::MAX, || None)
+                self.play(&run, command, Watched::All, u64::MAX, || None)
             }
-            Way::Pool { cluster, limit_bytes } => {
+            DemoRun::Pool { cluster, limit_bytes } => {
                 let stats = self.folder.join("stats.json");
                 let command = cluster.pooled_command(limit_bytes, &stats, self.program.executable())?;
                 let ask = || {
                     let runs = cluster.status()?.runs;
                     Some(runs.iter().map(|run| (run.mempool_bytes, run.remote_bytes)).fold((0, 0), add))
                 };
-                let mut played = self.play(&way, command, Watched::Started, limit_bytes, ask)?;
+                let mut played = self.play(&run, command, Watched::Started, limit_bytes, ask)?;
                 let stats = read_statistics(&stats)?;
                 played.elsewhere_peak_bytes = stats.remote_peak_bytes;
                 played.faults = Some(stats.faults);
                 Ok(played)
             }
-            Way::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes) {
+            DemoRun::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes) {
                 Err(BenchError::Interrupted) => Err(BenchError::Interrupted),
                 // A failure of the peer is a result, not an error of the demo.
-                outcome => Ok(outcome.unwrap_or_else(|error| Played::failed(Way::SWAP, error.to_string()))),
+                outcome => {
+                    Ok(outcome.unwrap_or_else(|error| Played::failed(DemoRun::SWAP, error.to_string())))
+                }
             },
         }
     }
@@ -169,13 +171,13 @@ impl Stage {
         let mut setup = PeerSetup::new(Peer::SwapFile, limit_bytes, swap_bytes)?;
         setup.set_read_ahead(ReadAhead::EightPages)?;
         let command = setup.command(self.program.executable())?;
-        let way = Way::Swap { limit_bytes, swap_bytes };
+        let run = DemoRun::Swap { limit_bytes, swap_bytes };
         let ask = || Some((0, setup.usage().ok()?.swap_bytes));
-        let (mut played, outcome) = self.watch(&way, command, Watched::All, limit_bytes, ask)?;
+        let (mut played, outcome) = self.watch(&run, command, Watched::All, limit_bytes, ask)?;
         let usage = setup.usage()?;
         if usage.oom_kills > 0 {
             played.failure = Some("killed by the kernel for lack of memory".into());
-        } else if let Err(error) = self.check(&way, &outcome) {
+        } else if let Err(error) = self.check(&run, &outcome) {
             played.failure = Some(error.to_string());
         }
         played.faults = Some(usage.major_faults);
@@ -189,14 +191,14 @@ impl Stage {
     /// Like [`Self::watch`], but a failure of the program is an error.
     fn play(
         &self,
-        way: &Way<'_>,
+        run: &DemoRun<'_>,
         command: Command,
         watched: Watched,
         limit_bytes: u64,
         ask: impl Fn() -> Option<(u64, u64)>,
     ) -> Result<Played, BenchError> {
-        let (played, outcome) = self.watch(way, command, watched, limit_bytes, ask)?;
-        self.check(way, &outcome)?;
+        let (played, outcome) = self.watch(run, command, watched, limit_bytes, ask)?;
+        self.check(run, &outcome)?;
         Ok(played)
     }
 
@@ -204,16 +206,16 @@ impl Stage {
     /// bytes on nodes or in the swap file.
     fn watch(
         &self,
-        way: &Way<'_>,
+        run: &DemoRun<'_>,
         mut command: Command,
         watched: Watched,
         limit_bytes: u64,
         ask: impl Fn() -> Option<(u64, u64)>,
     ) -> Result<(Played, ProgramOutcome), BenchError> {
         self.program.arrange(&mut command);
-        let output = self.folder.join(way.name());
+        let output = self.folder.join(run.name());
         let streams = Streams { input: Some(&self.program.script), output: &output };
-        let mut watcher = Watcher::new(way.name(), limit_bytes);
+        let mut watcher = Watcher::new(run.name(), limit_bytes);
         let outcome = child::run(command, &streams, watched, |moment| watcher.see(moment, &ask))?;
         watcher.bar.finish_and_clear();
         let mut played = watcher.played;
@@ -224,13 +226,13 @@ impl Stage {
         Ok((played, outcome))
     }
 
-    fn check(&self, way: &Way<'_>, outcome: &ProgramOutcome) -> Result<(), BenchError> {
+    fn check(&self, run: &DemoRun<'_>, outcome: &ProgramOutcome) -> Result<(), BenchError> {
         if outcome.status.success() {
             return Ok(());
         }
         Err(BenchError::Program {
             program: self.program.executable().display().to_string(),
-            way: way.name().into(),
+            context: run.name().into(),
             status: outcome.status.to_string(),
             message: outcome.message.clone(),
         })
@@ -297,7 +299,7 @@ mod tests {
 
     #[test]
     fn peaks_and_curve_are_kept() {
-        let mut watcher = Watcher::new(Way::POOL, 100);
+        let mut watcher = Watcher::new(DemoRun::POOL, 100);
         let moment = |ms, resident_bytes| Moment { elapsed: Duration::from_millis(ms), resident_bytes };
         watcher.see(moment(0, 70), &|| Some((20, 500)));
         watcher.see(moment(10, 60), &|| Some((90, 400)));

@@ -25,7 +25,7 @@ const TRIES: usize = 4;
 
 /// Allocator and paging of a run.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Way {
+pub enum MallocContender {
     /// glibc, all resident.
     Glibc,
     /// The library without a limit: mimalloc, all resident.
@@ -38,7 +38,7 @@ pub enum Way {
     SwapFile,
 }
 
-impl Way {
+impl MallocContender {
     /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
@@ -122,31 +122,35 @@ impl Stage {
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
-    pub fn play(&mut self, way: Way, job: Job) -> Result<Option<(Sample, u64)>, BenchError> {
-        let played = match way {
-            Way::Glibc => self.watch(way, job, Command::new(&self.program), Watched::All),
-            Way::Plain | Way::Library => {
+    pub fn play(
+        &mut self,
+        contender: MallocContender,
+        job: Job,
+    ) -> Result<Option<(Sample, u64)>, BenchError> {
+        let played = match contender {
+            MallocContender::Glibc => self.watch(contender, job, Command::new(&self.program), Watched::All),
+            MallocContender::Plain | MallocContender::Library => {
                 let mut command = Command::new(&self.program);
                 command.env("LD_PRELOAD", &self.library).env_remove(LOCAL_VARIABLE);
-                if way == Way::Library {
+                if contender == MallocContender::Library {
                     command.env(LOCAL_VARIABLE, job.limit_bytes.to_string());
                     command.env("AQUIFER_AGENT", self.cluster.state().join("agent.sock"));
                 }
-                self.watch(way, job, command, Watched::All)
+                self.watch(contender, job, command, Watched::All)
             }
-            Way::Run => {
+            MallocContender::Run => {
                 let stats = self.folder.path().join("stats.json");
                 let command = self.cluster.pooled_command(job.limit_bytes, &stats, &self.program)?;
-                self.watch(way, job, command, Watched::Started)
+                self.watch(contender, job, command, Watched::Started)
             }
-            Way::SwapFile => return self.swap_until_done(job),
+            MallocContender::SwapFile => return self.swap_until_done(job),
         };
         played.map(Some)
     }
 
     fn watch(
         &self,
-        way: Way,
+        contender: MallocContender,
         job: Job,
         mut command: Command,
         watched: Watched,
@@ -158,12 +162,12 @@ impl Stage {
         if !outcome.status.success() {
             return Err(BenchError::Program {
                 program: job.name.into(),
-                way: way.name().into(),
+                context: contender.name().into(),
                 status: outcome.status.to_string(),
                 message: outcome.message,
             });
         }
-        let mut sample = sample(way, job, &outcome, &output)?;
+        let mut sample = sample(contender, job, &outcome, &output)?;
         let daemons_us = self.cluster.cpu_us().saturating_sub(before_us);
         sample.insert("CPU s", float(outcome.cpu_us + daemons_us) / 1e6);
         Ok((sample, outcome.resident_peak_bytes))
@@ -175,7 +179,7 @@ impl Stage {
             let setup = swap(job.limit_bytes, 4 * job.bytes.max(64 * MIB))?;
             let command = setup.command(&self.program)?;
             let (played, was_in_want) =
-                setup.patiently(|| self.watch(Way::SwapFile, job, command, Watched::All))?;
+                setup.patiently(|| self.watch(MallocContender::SwapFile, job, command, Watched::All))?;
             let usage = setup.usage()?;
             setup.close()?;
             let reason = match played {
@@ -193,14 +197,19 @@ impl Stage {
     }
 }
 
-fn sample(way: Way, job: Job, outcome: &ProgramOutcome, output: &Path) -> Result<Sample, BenchError> {
+fn sample(
+    contender: MallocContender,
+    job: Job,
+    outcome: &ProgramOutcome,
+    output: &Path,
+) -> Result<Sample, BenchError> {
     let text = std::fs::read(output).map_err(BenchError::io("read", output))?;
     let figures: Figures = serde_json::from_slice(&text)
         .map_err(|error| BenchError::io("understand the figures in", output)(error.into()))?;
     if figures.errors > 0 {
         return Err(BenchError::Wrong {
             program: job.name.into(),
-            way: format!("{}, {} % fit", way.name(), job.percent),
+            context: format!("{}, {} % fit", contender.name(), job.percent),
             what: format!("{} blocks that were not as written", figures.errors),
         });
     }

@@ -11,7 +11,7 @@ use super::words::{Arrived, World, plain};
 
 /// A way to allocate extents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Way {
+pub enum Allocator {
     /// RPC; the node registers each extent on request (as CoRM).
     OnDemandRpc,
     /// RPC; all memory is registered in advance, without windows (as FUSEE).
@@ -26,7 +26,7 @@ pub enum Way {
     Part(Rung),
 }
 
-impl Way {
+impl Allocator {
     /// All compared ways; the pool is last.
     pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::RpcWindow, Self::Array, Self::Ours];
 
@@ -95,14 +95,16 @@ impl Client {
         let host = u16::try_from(number + 1).unwrap_or(u16::MAX);
         let (sections, nodes) = (scene.sections_each(), scene.nodes);
         let ours = |rung| Inner::Ours(Box::new(OurClient::new(host, sections, nodes, seed, rung)));
-        let inner = match scene.way {
-            Way::OnDemandRpc | Way::Rpc | Way::RpcWindow => Inner::Rpc(RpcClient::default()),
-            Way::Array => {
+        let inner = match scene.allocator {
+            Allocator::OnDemandRpc | Allocator::Rpc | Allocator::RpcWindow => {
+                Inner::Rpc(RpcClient::default())
+            }
+            Allocator::Array => {
                 let machine = ArrayClient::new(host, sections, nodes, seed);
                 Inner::Array(Box::new(ArrayEnd { machine, held: Vec::new(), heard: Vec::new() }))
             }
-            Way::Ours => ours(Rung::Log),
-            Way::Part(rung) => ours(rung),
+            Allocator::Ours => ours(Rung::Log),
+            Allocator::Part(rung) => ours(rung),
         };
         let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (number as u64 + 1) << 17;
         Self { random, nodes, node: 0, inner }
