@@ -5,7 +5,7 @@ pub mod allocators;
 mod ladder;
 mod metadata;
 mod model;
-mod ours;
+mod pool_client;
 mod recovery;
 pub mod words;
 
@@ -73,7 +73,7 @@ pub fn run(args: &ResearchArgs) -> Result<Report, BenchError> {
     report.notes.push(
         "with the cost model clients allocate extents without a pause, and free one at random when they hold \
          enough; at most half of the memory is allocated. A node's card does any number of one-sided \
-         operations at once, and freeing costs the node's core as much as allocating. Ours are the \
+         operations at once, and freeing costs the node's core as much as allocating. Pool are the \
          product's state machines, with keys and logs; peers have neither, except where a window is named. \
          The spread is over seeds"
             .into(),
@@ -191,7 +191,7 @@ impl Scenes {
     fn targets(&self) -> Vec<Target> {
         let mut targets = Vec::new();
         for case in cases().into_iter().filter(|case| case.clients >= 16) {
-            let Some(ours) = self.of(Allocator::Ours, case) else { continue };
+            let Some(ours) = self.of(Allocator::Pool, case) else { continue };
             let ratio = |allocator| Spread::of_ratios(&ours.means(), &self.of(allocator, case)?.means());
             let mut target = |name: String, value: Option<Spread>, bound| {
                 targets.extend(value.map(|value| Target { name, value, bound, at_most: true }));

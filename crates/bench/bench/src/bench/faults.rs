@@ -62,8 +62,8 @@ pub struct Size {
     limit_bytes: u64,
     bytes: u64,
     passes: u64,
-    /// Whether an unmeasured pass is first. Without it a run begins with the last pages of the fill
-    /// resident.
+    /// Whether an unmeasured pass precedes the measured ones. Without it a run begins with the last
+    /// pages of the fill resident.
     warm: bool,
     rounds: usize,
     calm_rounds: usize,
@@ -93,8 +93,7 @@ pub struct Reads {
     us: Vec<f64>,
 }
 
-/// What was measured: for each case and way one sample a round, `None` where the kernel killed the
-/// program.
+/// Samples by case and backend, one for each round; `None` if the kernel killed the program.
 pub type Samples = BTreeMap<(Case, FaultBackend), Vec<Option<Sample>>>;
 
 /// Runs the bench.
@@ -117,7 +116,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             size.rounds
         ),
         format!("memory nodes of the pool: {}, over {}", cluster::nodes(), fabric.name()),
-        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are \
+        "the program's thread is pinned to processor 0 in every run; daemons and kernel threads are \
             not"
         .into(),
         "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, \
@@ -139,7 +138,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// All ways that are possible on this machine; notes the others.
+/// All backends that this machine supports. A note names each of the others.
 fn choose_backends(quick: bool, notes: &mut Vec<String>) -> Vec<FaultBackend> {
     // Swap devices of a killed run would slow this one down.
     if let Err(error) = cleanup_stale() {

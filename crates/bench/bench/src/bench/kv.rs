@@ -26,12 +26,12 @@ use stores::{ComparedStore, value};
 pub const TARGETS: &str = "targets: gets of 4 KiB with a latency ≤ 1× that of memcached over TCP and ≤ 0.1× \
     in shared memory, ≥ 4× the gets for each second of the server's processor with 32 at once";
 
-/// Gets that are on their way at once.
+/// Gets that are in flight at once.
 pub(super) const DEPTH: usize = 32;
 const ROUNDS: usize = 5;
 const SIZES: [usize; 3] = [100, 1000, 4096];
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy)]
 struct Volume {
     keys: usize,
@@ -91,7 +91,7 @@ fn notes(servers: &Servers, volume: Volume) -> Vec<String> {
     notes
 }
 
-/// What was measured of one way.
+/// Results of one store.
 #[derive(Default)]
 struct Measured {
     latency_us: Vec<f64>,
@@ -111,7 +111,7 @@ fn gets(
         for (number, key) in keys.iter().enumerate() {
             store.put(key, &value(number, 0, size))?;
         }
-        // The client learns where all of them are.
+        // The client caches the locations of all keys.
         get_all(store.as_mut(), &keys, size)?;
     }
     let mut measured: Vec<Measured> = stores.iter().map(|_| Measured::default()).collect();

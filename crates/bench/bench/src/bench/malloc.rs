@@ -39,7 +39,7 @@ struct Benchmark {
     /// Name in the program.
     name: &'static str,
     operations: u64,
-    /// Whether it uses much memory. The others end before a limit matters.
+    /// Whether the benchmark uses much memory. The others end before a limit matters.
     is_large: bool,
 }
 
@@ -55,8 +55,8 @@ const SMALL_LIMIT_BYTES: u64 = 256 * MIB;
 
 /// Figures of a run, by name.
 type Sample = BTreeMap<&'static str, f64>;
-/// Samples of each round, by benchmark, percentage of its memory, and way. `None` if the kernel
-/// killed the program.
+/// Samples of each round, by benchmark, percentage of its memory, and contender. `None` if the
+/// kernel killed the program.
 type Samples = BTreeMap<(usize, u64, MallocContender), Vec<Option<Sample>>>;
 
 /// Runs the bench.

@@ -19,7 +19,7 @@ const QUERY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time between two points of the curve.
 const POINT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How the program gets its memory.
+/// A run of the demo: the backend of the program's memory.
 #[derive(Clone, Copy, Debug)]
 pub enum DemoRun<'a> {
     /// Without a limit.
@@ -69,7 +69,7 @@ pub struct Point {
 /// Results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Played {
-    /// Name of the way.
+    /// Name of the run.
     pub name: &'static str,
     /// Time from start to end.
     pub seconds: f64,
@@ -124,7 +124,7 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// Each output goes to a file in `folder` with the name of its way.
+    /// A stage whose runs write their outputs to files in `folder`, with the names of the runs.
     pub fn new(program: Program, folder: PathBuf) -> Self {
         Self { program, folder }
     }
@@ -134,10 +134,10 @@ impl Stage {
         "sqlite3 indexes the Linux kernel's documentation in memory"
     }
 
-    /// Runs the program in one way, with progress on the terminal.
+    /// Runs the program, with progress on the terminal.
     ///
     /// # Errors
-    /// If it cannot be set up, fails, or a signal asks to stop.
+    /// If the run cannot be set up, fails, or a signal asks to stop.
     pub fn run(&mut self, run: DemoRun<'_>) -> Result<Played, BenchError> {
         match run {
             DemoRun::Plain => {
@@ -216,7 +216,7 @@ impl Stage {
         let output = self.folder.join(run.name());
         let streams = Streams { input: Some(&self.program.script), output: &output };
         let mut watcher = Watcher::new(run.name(), limit_bytes);
-        let outcome = child::run(command, &streams, watched, |moment| watcher.see(moment, &ask))?;
+        let outcome = child::run(command, &streams, watched, |moment| watcher.record(moment, &ask))?;
         watcher.bar.finish_and_clear();
         let mut played = watcher.played;
         played.seconds = outcome.elapsed.as_secs_f64();
@@ -247,7 +247,7 @@ fn add(sum: (u64, u64), next: (u64, u64)) -> (u64, u64) {
 struct Watcher {
     bar: ProgressBar,
     limit_bytes: u64,
-    asked: Option<Instant>,
+    queried: Option<Instant>,
     answer: (u64, u64),
     played: Played,
 }
@@ -260,16 +260,16 @@ impl Watcher {
             Err(_) => bar,
         };
         let played = Played { name, ..Played::default() };
-        Self { bar, limit_bytes, asked: None, answer: (0, 0), played }
+        Self { bar, limit_bytes, queried: None, answer: (0, 0), played }
     }
 
-    fn see(&mut self, moment: Moment, ask: &impl Fn() -> Option<(u64, u64)>) {
+    fn record(&mut self, moment: Moment, ask: &impl Fn() -> Option<(u64, u64)>) {
         let Moment { elapsed, resident_bytes } = moment;
         let elapsed_s = elapsed.as_secs_f64();
-        if self.asked.is_none_or(|asked| asked.elapsed() >= QUERY_INTERVAL) {
-            self.asked = Some(Instant::now());
+        if self.queried.is_none_or(|queried| queried.elapsed() >= QUERY_INTERVAL) {
+            self.queried = Some(Instant::now());
             self.answer = ask().unwrap_or(self.answer);
-            // Both values are of the same time only here.
+            // Only now are both values of the same time.
             let local_bytes = resident_bytes + self.answer.0;
             self.played.local_peak_bytes = self.played.local_peak_bytes.max(local_bytes);
         }
@@ -301,9 +301,9 @@ mod tests {
     fn peaks_and_curve_are_kept() {
         let mut watcher = Watcher::new(DemoRun::POOL, 100);
         let moment = |ms, resident_bytes| Moment { elapsed: Duration::from_millis(ms), resident_bytes };
-        watcher.see(moment(0, 70), &|| Some((20, 500)));
-        watcher.see(moment(10, 60), &|| Some((90, 400)));
-        watcher.see(moment(150, 80), &|| Some((90, 400)));
+        watcher.record(moment(0, 70), &|| Some((20, 500)));
+        watcher.record(moment(10, 60), &|| Some((90, 400)));
+        watcher.record(moment(150, 80), &|| Some((90, 400)));
         // The interval allows one query only, so the second answer is not used.
         assert_eq!(watcher.played.local_peak_bytes, 90);
         assert_eq!(watcher.played.elsewhere_peak_bytes, 500);

@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn without_the_service_it_is_ours() {
-        let (ours, part) = (played(Allocator::Ours), played(Allocator::Part(Rung::Log)));
+        let (ours, part) = (played(Allocator::Pool), played(Allocator::Part(Rung::Log)));
         assert_eq!(ours.latencies_ns, part.latencies_ns);
         assert_eq!((ours.trips, ours.swaps, ours.free_ns), (part.trips, part.swaps, part.free_ns));
     }

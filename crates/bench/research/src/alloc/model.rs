@@ -122,16 +122,16 @@ impl<'a> Demand<'a> {
             }
             Self::Trace(replays) => match replays[number].next(now_ns) {
                 None => Next::End,
-                Some((wish, at_ns)) if at_ns <= now_ns => Next::Begin(wish, at_ns),
+                Some((request, at_ns)) if at_ns <= now_ns => Next::Begin(request, at_ns),
                 Some((_, at_ns)) => Next::Rest(at_ns),
             },
         }
     }
 
     /// Notes that the next operation has started.
-    fn begun(&mut self, number: usize, wish: AllocRequest) {
+    fn begun(&mut self, number: usize, request: AllocRequest) {
         if let Self::Trace(replays) = self {
-            replays[number].begun(wish);
+            replays[number].begun(request);
         }
     }
 
@@ -203,7 +203,7 @@ enum Event {
 /// An operation in progress.
 #[derive(Clone, Copy, Debug)]
 struct Underway {
-    wish: AllocRequest,
+    request: AllocRequest,
     since_ns: u64,
 }
 
@@ -266,7 +266,7 @@ impl Game<'_> {
             leaves_ns = self.core_free_ns[node].max(now_ns) + cpu_ns;
             self.core_free_ns[node] = leaves_ns;
         }
-        let is_allocation = self.underway[number].is_some_and(|under| under.wish.is_allocation());
+        let is_allocation = self.underway[number].is_some_and(|under| under.request.is_allocation());
         if is_allocation && self.demand.is_measured() {
             self.outcome.trips += 1;
             self.outcome.swaps += swaps;
@@ -284,10 +284,10 @@ impl Game<'_> {
                 self.count(under, now_ns);
             }
             match self.demand.next(number, self.clients[number].held(), now_ns) {
-                Next::Begin(wish, since_ns) => {
-                    self.demand.begun(number, wish);
-                    self.underway[number] = Some(Underway { wish, since_ns });
-                    is_over = self.clients[number].begin(wish)?;
+                Next::Begin(request, since_ns) => {
+                    self.demand.begun(number, request);
+                    self.underway[number] = Some(Underway { request, since_ns });
+                    is_over = self.clients[number].begin(request)?;
                 }
                 Next::Rest(at_ns) => {
                     self.post(at_ns, Event::Returns, number);
@@ -311,7 +311,7 @@ impl Game<'_> {
         if !self.demand.is_measured() {
             return;
         }
-        if under.wish.is_allocation() {
+        if under.request.is_allocation() {
             self.outcome.latencies_ns.push(took_ns);
         } else {
             self.outcome.frees += 1;

@@ -158,7 +158,7 @@ fn cache() -> NodeCache {
 
 /// Metadata of a node whose memory is all allocated by one host.
 fn held(class: SizeClass) -> Result<NodeWords, OpError> {
-    let (mut words, mut cache) = (NodeWords::new(Allocator::Ours, SECTIONS), cache());
+    let (mut words, mut cache) = (NodeWords::new(Allocator::Pool, SECTIONS), cache());
     for _ in 0..SECTIONS * SECTION_CHUNKS / class.chunks() {
         run(&mut words, &mut cache, AllocOp::new(DEAD, class)).0?;
     }
@@ -178,15 +178,15 @@ fn run<M: StateMachine>(
     cache: &mut NodeCache,
     mut machine: M,
 ) -> (Result<M::Output, OpError>, u64) {
-    let (mut heard, mut time_ns) = (Vec::new(), 0);
+    let (mut results, mut time_ns) = (Vec::new(), 0);
     let mut step = machine.start(cache);
     loop {
         match step {
             Step::Done(result) => return (result, time_ns),
             Step::Post(action) => {
-                let arrived = words.carry_out(&action, &mut heard);
+                let arrived = words.carry_out(&action, &mut results);
                 time_ns += 2 * ONE_WAY_NS + MORE_NS * arrived.operations.saturating_sub(1);
-                step = machine.step(cache, StepResult(&heard));
+                step = machine.step(cache, StepResult(&results));
             }
         }
     }

@@ -52,7 +52,7 @@ impl NodeWords {
     pub fn new(allocator: Allocator, sections: u32) -> Self {
         let of = |is_used: bool, each: u32| if is_used { (sections * each) as usize } else { 0 };
         let (ours, array) =
-            (matches!(allocator, Allocator::Ours | Allocator::Part(_)), allocator == Allocator::Array);
+            (matches!(allocator, Allocator::Pool | Allocator::Part(_)), allocator == Allocator::Array);
         Self {
             sections: vec![0; of(ours, 1)],
             spans: vec![0; of(ours, SECTION_SPANS)],
@@ -82,18 +82,18 @@ impl NodeWords {
     }
 
     /// Carries out the operations of one doorbell of an array client, and returns the results.
-    pub fn touch(&mut self, touches: &[Touch], heard: &mut Vec<u16>) -> Arrived {
-        heard.clear();
+    pub fn touch(&mut self, touches: &[Touch], results: &mut Vec<u16>) -> Arrived {
+        results.clear();
         let mut arrived = plain(touches.len() as u64);
         for touch in touches {
             match *touch {
                 Touch::Clear { entry } => self.owners[entry as usize] = 0,
                 Touch::Read { first, count } => {
-                    heard.extend_from_slice(&self.owners[first as usize..][..count as usize]);
+                    results.extend_from_slice(&self.owners[first as usize..][..count as usize]);
                 }
                 Touch::Claim { entry, host } => {
                     let owner = &mut self.owners[entry as usize];
-                    heard.push(*owner);
+                    results.push(*owner);
                     arrived.swaps += 1;
                     arrived.lost += u64::from(*owner != 0);
                     if *owner == 0 {
@@ -105,20 +105,20 @@ impl NodeWords {
         arrived
     }
 
-    /// Carries out an action of the pool, and writes the results to `heard`.
-    pub fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
-        heard.clear();
+    /// Carries out an action of the pool, and writes the results to `results`.
+    pub fn carry_out(&mut self, action: &Action, results: &mut Vec<u64>) -> Arrived {
+        results.clear();
         let mut arrived = plain(action.accesses().len() as u64);
         for access in action.accesses() {
             match *access {
                 WordAccess::Cas { at, expected, desired } => {
                     let found = self.swap(at, expected, desired);
-                    heard.push(found);
+                    results.push(found);
                     arrived.swaps += 1;
                     arrived.lost += u64::from(found != expected);
                 }
-                WordAccess::Probe { at } => heard.push(self.words(at, 1)[0]),
-                WordAccess::Read { at, count } => heard.extend_from_slice(self.words(at, count as usize)),
+                WordAccess::Probe { at } => results.push(self.words(at, 1)[0]),
+                WordAccess::Read { at, count } => results.extend_from_slice(self.words(at, count as usize)),
                 WordAccess::Write { at, others, .. } => {
                     let words = self.words(at, usize::from(others) + 1);
                     words.iter_mut().zip(access.written()).for_each(|(word, value)| *word = value);

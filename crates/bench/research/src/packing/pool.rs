@@ -64,7 +64,7 @@ impl SimulatedPool {
                 NodeCache::new(&layout, search_start, Tenant(0), NumberSource::counted(1, 64))
             };
             Node {
-                words: NodeWords::new(Allocator::Ours, each),
+                words: NodeWords::new(Allocator::Pool, each),
                 caches: (0..hosts).map(cache).collect(),
                 owners: vec![0; (each * SECTION_CHUNKS) as usize],
                 free_pages: u64::from(each * SECTION_CHUNKS),
@@ -165,15 +165,15 @@ impl Node {
         mut machine: M,
         trips: &mut u64,
     ) -> Result<M::Output, OpError> {
-        let (cache, mut heard) = (&mut self.caches[host], Vec::new());
+        let (cache, mut results) = (&mut self.caches[host], Vec::new());
         let mut step = machine.start(cache);
         loop {
             match step {
                 Step::Done(outcome) => return outcome,
                 Step::Post(action) => {
-                    self.words.carry_out(&action, &mut heard);
+                    self.words.carry_out(&action, &mut results);
                     *trips += 1;
-                    step = machine.step(cache, StepResult(&heard));
+                    step = machine.step(cache, StepResult(&results));
                 }
             }
         }

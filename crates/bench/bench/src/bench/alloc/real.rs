@@ -1,5 +1,5 @@
-//! All ways on this machine: a node in another process, and clients with an endpoint each, over
-//! shared memory and over TCP.
+//! All allocators on this machine: a node in another process, and clients with an endpoint each,
+//! over shared memory and over TCP.
 
 mod clients;
 mod counted;
@@ -28,9 +28,9 @@ pub use server::serve_at;
 
 /// Cluster key of the bench's processes; it need not be secret.
 const KEY: ClusterKey = ClusterKey([13; 32]);
-/// 2 GiB.
+/// Sections of the node: 2 GiB.
 const NODE_SECTIONS: u32 = 1024;
-/// 4 KiB, 64 KiB, 2 MiB.
+/// Size classes of the tables: 4 KiB, 64 KiB and 2 MiB.
 const CLASSES: [u8; 3] = [0, 4, 9];
 const CLIENTS: [usize; 4] = [1, 4, 16, 128];
 
@@ -50,8 +50,8 @@ impl Node {
     }
 }
 
-/// Connects clients of a way. Host numbers are unique over all ways, since an RPC server answers to
-/// the number.
+/// Connects clients of an allocator. Host numbers are unique over all allocators, since an RPC
+/// server sends its answer to the host number.
 fn connect(
     reach: &FabricAddress,
     allocator: RealAllocator,
@@ -78,10 +78,10 @@ struct Case {
     clients: usize,
 }
 
-/// Measures; returns tables and targets. `allocations` are those of a round.
+/// Measures `rounds` rounds of `allocations` allocations; returns tables and targets.
 ///
 /// # Errors
-/// If the serving process cannot be started, or a way fails.
+/// If the serving process cannot be started, or an allocator fails.
 pub fn measure(rounds: usize, allocations: usize) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
     let node = Node::start()?;
     let classes = CLASSES.into_iter().filter_map(SizeClass::new);
@@ -125,7 +125,7 @@ impl Case {
         format!("over {}: {size}, {} client{plural}", node.reaches[self.fabric].provider(), self.clients)
     }
 
-    /// Over TCP, the node's processor.
+    /// The target for the node's processor time, which exists over TCP only.
     fn target(self, node: &Node, all: &[Vec<Measured>]) -> Option<Target> {
         if !matches!(node.reaches[self.fabric], FabricAddress::Tcp(_)) {
             return None;
@@ -134,7 +134,7 @@ impl Case {
             let at = RealAllocator::ALL.iter().position(|other| *other == allocator)?;
             Some(all[at].iter().map(Measured::node_cpu_us).collect::<Vec<f64>>())
         };
-        let value = Spread::of_ratios(&of(RealAllocator::Ours)?, &of(RealAllocator::Rpc)?)?;
+        let value = Spread::of_ratios(&of(RealAllocator::Pool)?, &of(RealAllocator::Rpc)?)?;
         let name = format!("{}: the node's CPU for each, ÷ RPC's", self.name(node));
         Some(Target { name, value, bound: 1.0 / 3.0, at_most: true })
     }
@@ -187,9 +187,9 @@ mod tests {
     use super::clients::Allocation;
     use super::*;
 
-    /// Where it begins and how much it is, in the terms of its way.
-    fn place(taken: Allocation) -> (u64, u64) {
-        match taken {
+    /// Start and length of an allocation, in the unit of its allocator.
+    fn place(allocation: Allocation) -> (u64, u64) {
+        match allocation {
             Allocation::Chunk(chunk, class) => (u64::from(chunk) * 4096, class.bytes()),
             Allocation::Entries(held) => (u64::from(held.first) * 4096, held.class.bytes()),
             Allocation::Extent(extent) => (extent.addr, extent.class.bytes()),
@@ -198,13 +198,13 @@ mod tests {
     }
 
     #[test]
-    fn each_way_allocates_and_frees_distinct_extents() {
+    fn each_allocator_allocates_and_frees_distinct_extents() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
         let target = Arc::new(ShmTarget::listen(&path, shm::ShmOptions::default()).unwrap());
         let rpc_server = server::lend(&*target).unwrap();
         let served = Arc::clone(&target);
-        std::thread::spawn(move || server::attend(&*served, rpc_server));
+        std::thread::spawn(move || server::serve_rpcs(&*served, rpc_server));
         let reach = FabricAddress::Shm(path);
         for allocator in RealAllocator::ALL.into_iter().filter(|allocator| *allocator != RealAllocator::Trip)
         {
@@ -215,14 +215,14 @@ mod tests {
                     held.push((number, client.allocate(SizeClass::new(k).unwrap()).unwrap()));
                 }
             }
-            let mut places: Vec<(u64, u64)> = held.iter().map(|(_, taken)| place(*taken)).collect();
+            let mut places: Vec<(u64, u64)> = held.iter().map(|(_, allocation)| place(*allocation)).collect();
             places.sort_unstable();
             assert!(
                 places.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0),
                 "{allocator:?}: {places:?}"
             );
-            for (number, taken) in held {
-                clients[number].free(taken).unwrap();
+            for (number, allocation) in held {
+                clients[number].free(allocation).unwrap();
             }
             let measured = round::play(clients, std::process::id(), SizeClass::CHUNK, 400).unwrap();
             assert!(measured.count() > 0.0 && measured.frees > 0, "{allocator:?}");

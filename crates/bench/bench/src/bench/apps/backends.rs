@@ -1,4 +1,4 @@
-//! The ways to run a program.
+//! The backends of a program's memory, and runs of a program on each.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,16 +17,16 @@ use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Sample};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
-/// Least part of a limit that a zram's store must leave to the program, as a divisor.
+/// A zram's store must leave at least 1/`LEFT_PART` of the limit to the program.
 const LEFT_PART: u64 = 4;
-/// Up to this part of a limit, as a divisor, a store is mostly metadata of the device, and does not
+/// A store of at most 1/`SMALL_PART` of the limit is mostly metadata of the device, and does not
 /// show how well pages compress.
 const SMALL_PART: u64 = 10;
-/// Attempts of a run on kernel swap: at times the kernel kills a program that it does not kill the
+/// Attempts of a run on kernel swap, because the kernel sometimes kills a program that succeeds the
 /// next time.
-const TRIES: usize = 4;
+const ATTEMPTS: usize = 4;
 
-/// A way to run a program.
+/// The backend of a program's memory.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum AppBackend {
     /// All resident.
@@ -42,7 +42,7 @@ pub enum AppBackend {
 }
 
 impl AppBackend {
-    /// All ways with a limit, in the order of a round. The peers need root.
+    /// All backends with a limit, in the order of a round. The peers need root.
     pub const LIMITED: [Self; 4] = [Self::PoolShm, Self::PoolTcp, Self::SwapFile, Self::Zram];
 
     /// Name in the report.
@@ -56,7 +56,7 @@ impl AppBackend {
         }
     }
 
-    /// Fabric to the nodes, if it is the pool.
+    /// Fabric to the nodes, if the backend is the pool.
     pub fn fabric(self) -> Option<Fabric> {
         match self {
             Self::PoolShm => Some(Fabric::Shm),
@@ -72,7 +72,7 @@ impl AppBackend {
         Ok(setup)
     }
 
-    /// Sets up a small swap device and removes it, if the way is a peer.
+    /// Sets up a small swap device and removes it, if the backend is a peer.
     ///
     /// # Errors
     /// If that is not possible.
@@ -84,7 +84,7 @@ impl AppBackend {
     }
 }
 
-/// Memory of a program.
+/// Memory limit of a program.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Fit {
     /// The limit in percent of the peak.
@@ -103,12 +103,13 @@ impl Fit {
 /// State that all runs share.
 #[derive(Debug)]
 pub struct Stage {
-    /// For outputs and sockets.
+    /// Folder of outputs and sockets.
     pub folder: TempDir,
-    /// For servers that refuse root.
+    /// The user of servers that refuse root.
     pub user: UnprivilegedUser,
     clusters: Vec<(Fabric, Cluster)>,
-    /// Limit less the size of a zram's store, once that is known; `None` if it is too small.
+    /// The program's limit beside a zram's store, by program and percentage; `None` if the store
+    /// leaves too little.
     beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
     /// Notes for the report.
     pub notes: Vec<String>,
@@ -128,7 +129,7 @@ impl Stage {
     /// Starts a cluster over each fabric.
     ///
     /// # Errors
-    /// If one does not start.
+    /// If a cluster does not start.
     pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
         for fabric in [Fabric::Shm, Fabric::Tcp] {
             let socket = self.user.socket(fabric.name());
@@ -147,8 +148,8 @@ impl Stage {
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
-    /// Runs a program with a limit. `None` if each attempt on kernel swap failed; the notes say
-    /// how.
+    /// Runs a program with a limit. `None` if each attempt on kernel swap failed; a note has the
+    /// reason of each.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
@@ -235,8 +236,8 @@ impl Stage {
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
     }
 
-    /// Runs a program on kernel swap. At times the kernel finds no page to swap out, and kills the
-    /// program or fails a system call. Then the run is repeated.
+    /// Runs a program on kernel swap. Repeats the run if the kernel found no page to swap out, and
+    /// killed the program or failed a system call.
     fn swap_until_done(
         &mut self,
         app: &dyn App,
@@ -244,7 +245,7 @@ impl Stage {
         fit: Fit,
         limit_bytes: u64,
     ) -> Result<Option<(Sample, Played)>, BenchError> {
-        for _ in 0..TRIES {
+        for _ in 0..ATTEMPTS {
             match self.swap(app, backend, fit, limit_bytes)? {
                 Ok((mut sample, played, usage)) => {
                     let taken_bytes = limit_bytes + usage.store_peak_bytes;
@@ -271,7 +272,7 @@ impl Stage {
         let setup =
             backend.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
         let command = self.command(app, |program| setup.command(program))?;
-        let (result, was_in_want) = setup.patiently(|| self.play(app, backend, command, Watched::All))?;
+        let (result, has_waited) = setup.with_oom_waits(|| self.play(app, backend, command, Watched::All))?;
         let usage = setup.usage()?;
         setup.close()?;
         let (outcome, played) = match result {
@@ -286,7 +287,7 @@ impl Stage {
             sample.insert("elsewhere MiB", float(peak_bytes) / float(MIB));
         }
         sample.insert("faults", float(usage.major_faults));
-        sample.insert("in want", f64::from(was_in_want));
+        sample.insert("in want", f64::from(has_waited));
         Ok(Ok((sample, played, usage)))
     }
 
@@ -323,8 +324,8 @@ impl Stage {
     }
 }
 
-/// Memory of a program such that it and the store fit into `limit_bytes`. A byte less of it is a
-/// byte more on swap, and enlarges the store by the compressed size of a byte.
+/// Memory of a program such that it and the store fit into `limit_bytes`. A byte less for the
+/// program is a byte more on swap, which enlarges the store by the compressed size of a byte.
 fn beside_store(limit_bytes: u64, usage: &SetupUsage) -> Option<u64> {
     let store_bytes = usage.store_peak_bytes;
     let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);

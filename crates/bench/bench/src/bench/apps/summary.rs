@@ -35,7 +35,7 @@ impl View<'_> {
         Spread::of(&(0..self.rounds).filter_map(pick).collect::<Vec<_>>())
     }
 
-    /// Time of another way ÷ that of this one, in the same round.
+    /// Time on another backend ÷ that on this one, in the same round.
     fn ahead_of(&self, other: AppBackend, backend: AppBackend) -> Option<Spread> {
         self.spread(|round| Some(self.figure(other, "s", round)? / self.figure(backend, "s", round)?))
     }
@@ -80,7 +80,7 @@ impl View<'_> {
         }
     }
 
-    /// Targets for the resident memory on the pool.
+    /// The target for the resident memory on the pool.
     fn limit_holds(&self, backend: AppBackend) -> Option<Target> {
         let figure = |name, round| self.figure(backend, name, round);
         let over = |round| Some(figure("resident MiB", round)? - 1.1 * figure("limit MiB", round)?);
@@ -116,7 +116,7 @@ impl View<'_> {
             .collect()
     }
 
-    /// Notes about ways without a comparison, because the kernel killed the peer in each round.
+    /// Notes about pools without a comparison, because the kernel killed the peer in each round.
     fn unjudged(&self, backends: &[AppBackend]) -> Vec<String> {
         let without_peer = self.pools(backends).filter(|backend| {
             backends.contains(&AppBackend::SwapFile)
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_peer_left_is_said_not_to_be_judged() {
+    fn a_pool_whose_peer_was_always_killed_is_reported_as_not_judged() {
         let mut samples = samples();
         samples.insert((0, 25, AppBackend::SwapFile), vec![None, None]);
         let mut report = Report::new("apps", true);

@@ -1,4 +1,4 @@
-//! The ways to run the program.
+//! The backends of the program's memory, and runs of the program on each.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -16,11 +16,11 @@ use tempfile::TempDir;
 use super::{Case, Sample, Size};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
-/// Memory for the measurement of lower bounds, which do not depend on it.
+/// Memory of the programs that measure lower bounds. The bounds do not depend on this size.
 const FLOOR_BYTES: u64 = 24 << 20;
 const MIB: f64 = 1_048_576.0;
 
-/// A way to run the program.
+/// The backend that resolves the program's page faults.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum FaultBackend {
     /// All resident.
@@ -44,10 +44,10 @@ pub enum FaultBackend {
 }
 
 impl FaultBackend {
-    /// The ways that every machine supports, in the order of a round.
+    /// The backends that every machine supports, in the order of a round.
     pub const ALWAYS: [Self; 5] =
         [Self::Plain, Self::PlainFault, Self::Bare { other: false }, Self::Bare { other: true }, Self::Pool];
-    /// The ways that need root and swap.
+    /// The backends that need root and swap.
     pub const PEERS: [Self; 4] = [
         Self::Swap { zram: false, eight: false },
         Self::Swap { zram: false, eight: true },
@@ -72,7 +72,7 @@ impl FaultBackend {
         }
     }
 
-    /// Whether it is kernel swap.
+    /// Whether the backend is kernel swap.
     pub fn is_peer(self) -> bool {
         matches!(self, Self::Swap { .. })
     }
@@ -112,7 +112,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Runs a case in a way. `None` if the kernel killed the program twice for lack of memory.
+    /// Runs a case on a backend. `None` if the kernel killed the program twice for lack of memory.
     ///
     /// # Errors
     /// If the program failed otherwise, or found a wrong page.
@@ -221,10 +221,10 @@ impl Bench {
         Ok(Some(sample))
     }
 
-    /// Runs a program that must succeed and print its results.
+    /// Runs a program that must succeed and print its results. `backend` is named in errors.
     ///
     /// # Errors
-    /// If it does not.
+    /// If the program fails, or prints no valid results.
     pub fn measured(
         &self,
         command: Command,

@@ -13,7 +13,7 @@ use super::{Case, Reads, Sample, Samples, Size};
 
 const PAGE_BYTES: u64 = 4096;
 
-/// What the shares of a sample are compared in.
+/// Returns a value of a round; `None` if it was not measured in that round.
 type Pick<'a> = &'a dyn Fn(usize) -> Option<f64>;
 
 /// The samples of one case.
@@ -47,7 +47,8 @@ impl View<'_> {
         [place(false), place(true)].into_iter().flatten().reduce(f64::min)
     }
 
-    /// The same plus one READ: the lower bound of a page from a memory node.
+    /// Median latency of the fastest bare userfaultfd plus one READ: the lower bound of a page from
+    /// a memory node.
     fn floor_with_read_us(&self, round: usize) -> Option<f64> {
         Some(self.floor_us(round)? + self.reads.us.get(round)?)
     }

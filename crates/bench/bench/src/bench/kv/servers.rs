@@ -16,7 +16,7 @@ use aquifer_objects::client::{HeapClient, HeapRoute};
 use tempfile::TempDir;
 
 use super::cached::Memcached;
-use super::stores::{self, ComparedStore, MemcachedStore, OurStore, RedisStore};
+use super::stores::{self, AquiferStore, ComparedStore, MemcachedStore, RedisStore};
 use super::tls::Certificate;
 use crate::bench::apps::find_program;
 use crate::bench::apps::resp::Client;
@@ -54,7 +54,7 @@ impl Server {
         let address = SocketAddr::from(([127, 0, 0, 1], self.port));
         let stream = wait_for(|| TcpStream::connect(address).ok()).ok_or_else(|| BenchError::Server {
             program: program.into(),
-            reason: "it does not answer".into(),
+            reason: "the server does not answer".into(),
         })?;
         stream.set_nodelay(true).map_err(BenchError::io("set up", Path::new(program)))?;
         Ok(stream)
@@ -72,7 +72,7 @@ fn wait_for<T>(mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
     let began = Instant::now();
     loop {
         let reached = attempt();
-        if reached.is_some() || began.elapsed() > START_TIMEOUT || interrupt::asked() {
+        if reached.is_some() || began.elapsed() > START_TIMEOUT || interrupt::is_requested() {
             return reached;
         }
         std::thread::sleep(RETRY_PAUSE);
@@ -81,7 +81,7 @@ fn wait_for<T>(mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
 
 /// All servers.
 pub struct Servers {
-    // Dropped before the cluster whose directory it uses.
+    // Declared before the cluster, so that it is dropped before the directory that it uses.
     _plain: Server,
     plain_pid: u32,
     cluster: Cluster,
@@ -95,7 +95,7 @@ impl Servers {
     /// Starts the services of heaps.
     ///
     /// # Errors
-    /// If they cannot be started.
+    /// If a service cannot be started.
     pub fn start() -> Result<Self, BenchError> {
         let cluster = Cluster::up_with_heaps(64 << 20, HEAP_BYTES)?;
         let folder = folder::temporary()?;
@@ -128,10 +128,10 @@ impl Servers {
         peers.into_iter().filter(|(_, is_missing)| *is_missing).map(|(name, _)| name)
     }
 
-    /// All ways, each with a store without keys.
+    /// Connections to all stores, each without keys.
     ///
     /// # Errors
-    /// If one cannot be used.
+    /// If a store cannot be used.
     pub fn stores(&self) -> Result<Vec<Box<dyn ComparedStore>>, BenchError> {
         let mut stores: Vec<Box<dyn ComparedStore>> = Vec::new();
         let agent = self.cluster.state().join("agent.sock");
@@ -144,7 +144,7 @@ impl Servers {
             (stores::TCP, remote, service),
             (stores::PLAIN, plain, self.plain_pid),
         ] {
-            stores.push(Box::new(OurStore { name, store: new_store(client, name)?, service }));
+            stores.push(Box::new(AquiferStore { name, store: new_store(client, name)?, service }));
         }
         if let Some(program) = &self.memcached {
             self.add_memcached(program, &mut stores)?;
@@ -162,7 +162,7 @@ impl Servers {
             words.any(|word| word == b"heap-service") && *pid != self.plain_pid
         };
         let pids = procs::with_argument(self.cluster.state());
-        pids.into_iter().find(is_service).ok_or_else(|| heap_error("its service has ended"))
+        pids.into_iter().find(is_service).ok_or_else(|| heap_error("the service of the heap has ended"))
     }
 
     fn connect_plain(&self, agent: PathBuf) -> Result<HeapClient, BenchError> {
@@ -236,7 +236,7 @@ impl Servers {
     }
 }
 
-/// A way, and its server.
+/// A store, and the process of its server.
 struct Served<W> {
     store: W,
     _server: Server,
@@ -264,7 +264,7 @@ impl<W: ComparedStore> ComparedStore for Served<W> {
     }
 }
 
-/// A store without keys, instead of the one of this name.
+/// Replaces the store of this name by one without keys.
 fn new_store(mut client: HeapClient, name: &str) -> Result<KvStore<HeapClient>, BenchError> {
     let opened = KvStore::create(&mut client, name, 100_000);
     if let Err(aquifer_kv::KvError::Exists) = opened {

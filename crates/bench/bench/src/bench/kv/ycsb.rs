@@ -25,7 +25,8 @@ pub struct Workload {
     updates: usize,
     inserts: usize,
     scans: usize,
-    /// The rest are reads that are followed by an update of the same key.
+    /// Whether reads are of the newest key. Operations beyond the percentages are reads that are
+    /// followed by an update of the same key.
     reads_latest: bool,
 }
 
@@ -47,10 +48,10 @@ pub const WORKLOADS: [Workload; 6] = [
     workload("F: 50 % read and update", [50, 0, 0, 0], false),
 ];
 
-/// Measures all ways.
+/// Measures all stores.
 ///
 /// # Errors
-/// If a way fails, or a value is wrong.
+/// If a store fails, or a value is wrong.
 pub fn table(
     servers: &Servers,
     keys: usize,
@@ -91,10 +92,10 @@ pub fn table(
     })
 }
 
-/// What a client knows of the keys.
+/// The client's record of the keys, and of their versions.
 struct Client {
     versions: Vec<u64>,
-    /// Keys at the start: the others were inserted.
+    /// Number of keys at the start. Later ones were inserted.
     first: usize,
     draw: Draw,
     random: Random,
@@ -115,7 +116,7 @@ impl Client {
             .try_for_each(|number| store.put(&key(number), &value(number, 0, VALUE_BYTES)))
     }
 
-    /// Plays a workload. Returns the operations a second; `None` if the way cannot.
+    /// Plays a workload. Returns the operations a second; `None` if the store does not support it.
     fn play(
         &mut self,
         store: &mut dyn ComparedStore,

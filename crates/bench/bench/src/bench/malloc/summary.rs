@@ -34,7 +34,7 @@ impl View<'_> {
         Spread::of(&(0..self.rounds).filter_map(pick).collect::<Vec<_>>())
     }
 
-    /// Speed of a way ÷ that of another, in the same round.
+    /// Speed of a contender ÷ that of another, in the same round.
     fn ahead_of(&self, contender: MallocContender, other: MallocContender) -> Option<Spread> {
         self.spread(|round| Some(self.figure(contender, SPEED, round)? / self.figure(other, SPEED, round)?))
     }
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_of_the_same_round_and_what_was_killed_is_left_out() {
+    fn ratios_are_of_the_same_round_and_killed_runs_are_left_out() {
         let mut report = Report::new("malloc", true);
         let limited = [MallocContender::Library, MallocContender::Run, MallocContender::SwapFile];
         fill(&mut report, 2, (0, &BENCHMARKS[0]), 25, &limited, &samples());

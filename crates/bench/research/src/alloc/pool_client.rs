@@ -32,7 +32,7 @@ enum Asked {
 
 /// A client of all nodes.
 #[derive(Debug)]
-pub struct OurClient {
+pub struct PoolModelClient {
     host: Host,
     caches: Vec<NodeCache>,
     held: Vec<(usize, Grant)>,
@@ -40,7 +40,7 @@ pub struct OurClient {
     node: usize,
     operation: Option<Operation>,
     action: Option<Action>,
-    heard: Vec<u64>,
+    results: Vec<u64>,
     rung: Rung,
     account: Account,
     /// Whether the last action lost a race at a control word, before the extent was allocated.
@@ -53,7 +53,7 @@ pub struct OurClient {
     kept: Vec<(usize, Grant)>,
 }
 
-impl OurClient {
+impl PoolModelClient {
     /// A client that assumes all nodes to be free.
     pub fn new(host: u16, sections: u32, nodes: usize, seed: u64, rung: Rung) -> Self {
         let cache = |node: usize| {
@@ -71,7 +71,7 @@ impl OurClient {
             node: 0,
             operation: None,
             action: None,
-            heard: Vec::new(),
+            results: Vec::new(),
             rung,
             account: Account::new(rung),
             has_lost: false,
@@ -96,8 +96,8 @@ impl OurClient {
     }
 
     /// Starts a free; returns true if it is complete without a trip.
-    pub fn free(&mut self, any: usize, wish: AllocRequest) -> Result<bool, String> {
-        let (node, grant) = pick(&mut self.held, any, wish);
+    pub fn free(&mut self, any: usize, request: AllocRequest) -> Result<bool, String> {
+        let (node, grant) = pick(&mut self.held, any, request);
         if self.rung == Rung::Service {
             self.kept.push((node, grant));
             self.asked = Some(Asked::Free);
@@ -118,7 +118,7 @@ impl OurClient {
     /// Carries out the posted operations at the node.
     pub fn arrive(&mut self, world: &mut World) -> Arrived {
         let (Some(action), None) = (&self.action, self.asked) else { return plain(0) };
-        let arrived = world.nodes[self.node].carry_out(action, &mut self.heard);
+        let arrived = world.nodes[self.node].carry_out(action, &mut self.results);
         let takes = action.first_cas().and_then(|(at, _, desired)| is_allocation(at, desired));
         self.has_taken |= takes == Some(true) && arrived.lost == 0;
         self.has_lost = takes.is_some() && arrived.lost > 0 && !self.has_taken;
@@ -139,7 +139,7 @@ impl OurClient {
             None => {}
         }
         let cache = &mut self.caches[self.node];
-        let result = StepResult(&self.heard);
+        let result = StepResult(&self.results);
         match self.operation.as_mut() {
             Some(Operation::Alloc(op, class)) => {
                 let step = op.step(cache, result);
