@@ -14,7 +14,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/base/metrics",
     "crates/base/report",
     "crates/base/secure-channel",
-    "crates/bench/research",
     "crates/cache/cache",
     "crates/cache/cache-cluster",
     "crates/cli/aquifer",

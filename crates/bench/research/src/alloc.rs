@@ -29,7 +29,7 @@ pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more
     peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 \
     (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; recovery of a million chunks ≤ 2 s";
 
-/// 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB, 2 MiB.
+/// Size classes of the tables: 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB and 2 MiB.
 const CLASSES: [u8; 6] = [0, 3, 4, 5, 7, 9];
 const CLIENTS: [usize; 5] = [1, 4, 16, 64, 128];
 const NODES: [usize; 4] = [1, 2, 4, 6];
@@ -39,7 +39,7 @@ const CLIENTS_AT_NODES: usize = 64;
 const CLIENTS_MAX: usize = 512;
 /// Clients that replay a trace.
 const REPLAY_CLIENTS: usize = 16;
-/// 3 GiB: as much on 1, 2, 4 or 6 nodes.
+/// Sections of all nodes together: 3 GiB, on 1, 2, 4 or 6 nodes.
 const SECTIONS: u32 = 1536;
 
 /// Amount of work.
@@ -73,7 +73,7 @@ pub fn run(args: &ResearchArgs) -> Result<Report, BenchError> {
     report.notes.push(
         "with the cost model clients allocate extents without a pause, and free one at random when they hold \
          enough; at most half of the memory is allocated. A node's card does any number of one-sided \
-         operations at once, and freeing costs the node's core as much as allocating. Pool are the \
+         operations at once, and freeing costs the node's core as much as allocating. Ours are the \
          product's state machines, with keys and logs; peers have neither, except where a window is named. \
          The spread is over seeds"
             .into(),

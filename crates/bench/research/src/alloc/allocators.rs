@@ -1,4 +1,4 @@
-//! The compared ways to allocate an extent, as clients of the cost model.
+//! The compared allocators of extents, as clients of the cost model.
 
 use aquifer_bench::support::allocation_trace::AllocRequest;
 use aquifer_bench::support::one_sided_array::{ArrayClient, ArrayProgress, Held};
@@ -9,7 +9,7 @@ use super::model::Scene;
 use super::pool_client::PoolModelClient;
 use super::words::{Arrived, World, plain};
 
-/// A way to allocate extents.
+/// An allocator of extents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Allocator {
     /// RPC; the node registers each extent on request (as CoRM).
@@ -27,7 +27,7 @@ pub enum Allocator {
 }
 
 impl Allocator {
-    /// All compared ways; the pool is last.
+    /// All compared allocators; the pool is last.
     pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::RpcWindow, Self::Array, Self::Pool];
 
     /// Name in the report.
@@ -52,8 +52,8 @@ impl Allocator {
     }
 }
 
-/// Removes an extent from those held: the one at this index, or the oldest. The order is kept only
-/// where that matters.
+/// Removes and returns the oldest extent if the request is for that, else the one at index `any`.
+/// Only the former keeps the order.
 pub fn pick<T>(held: &mut Vec<T>, any: usize, request: AllocRequest) -> T {
     if request == AllocRequest::FreeOldest { held.remove(0) } else { held.swap_remove(any) }
 }
@@ -110,7 +110,7 @@ impl Client {
         Self { random, nodes, node: 0, inner }
     }
 
-    /// Number of extents that it holds.
+    /// Number of extents that the client holds.
     pub fn held(&self) -> u64 {
         let count = match &self.inner {
             Inner::Rpc(rpc) => rpc.held.len(),

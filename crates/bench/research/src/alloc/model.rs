@@ -22,7 +22,7 @@ const RPC_NS: u64 = 2_300;
 const REGISTER_4M_NS: u64 = 450_000;
 /// Time on the node's core to bind a window.
 const BIND_NS: u64 = 1_300;
-/// At most half of the memory is allocated.
+/// At most 1/`FILL` of the memory is allocated.
 const FILL: u64 = 2;
 /// Most extents that a client holds.
 const HELD_MAX: u64 = 64;
@@ -30,9 +30,9 @@ const HELD_MAX: u64 = 64;
 /// A measured scene.
 #[derive(Clone, Copy, Debug)]
 pub struct Scene {
-    /// The way to allocate extents.
+    /// The allocator.
     pub allocator: Allocator,
-    /// Number of clients. Each is of its own host, and makes no pause between two operations.
+    /// Number of clients. Each has its own host, and does not pause between two operations.
     pub clients: usize,
     /// Number of memory nodes.
     pub nodes: usize,
@@ -128,7 +128,7 @@ impl<'a> Demand<'a> {
         }
     }
 
-    /// Notes that the next operation has started.
+    /// Records that the next operation has started.
     fn begun(&mut self, number: usize, request: AllocRequest) {
         if let Self::Trace(replays) = self {
             replays[number].begun(request);
@@ -297,7 +297,7 @@ impl Game<'_> {
             }
         }
         if let Some(local_ns) = self.clients[number].local_ns() {
-            // Of what is left out of the account something may be to be done all the same.
+            // Operations that do not count are carried out, too.
             self.clients[number].arrive(&mut self.world);
             self.post(now_ns + local_ns, Event::Returns, number);
         } else {
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_late_is_late_from_when_it_was_wanted() {
+    fn a_late_request_counts_from_when_it_was_due() {
         let arrivals = [Arrival { at_ns: 1_000_000, class: SizeClass::CHUNK }; 3];
         let scene = Scene { allocator: Allocator::Array, clients: 1, nodes: 1, sections: 4 };
         let outcome = play(&scene, &Load::Trace(&arrivals), 1).unwrap();

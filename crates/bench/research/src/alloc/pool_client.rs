@@ -48,8 +48,7 @@ pub struct PoolModelClient {
     /// Whether the extent is allocated; the remaining actions only update hint bits.
     has_taken: bool,
     asked: Option<Asked>,
-    /// The stock: as many extents as the program has freed, which is less than a real session
-    /// keeps.
+    /// The stock: the extents that the program has freed. A real session keeps more.
     kept: Vec<(usize, Grant)>,
 }
 
@@ -62,7 +61,7 @@ impl PoolModelClient {
             let place = if rung.has_contention_control() { host } else { 0 };
             let draws = NumberSource::counted(u32::from(host), 1 << 12);
             let search_start = search_start(Host(place), seed * nodes as u64 + node as u64);
-            NodeCache::new(&layout.expect("so many sections fit"), search_start, Tenant(0), draws)
+            NodeCache::new(&layout.expect("the sections fit into a layout"), search_start, Tenant(0), draws)
         };
         Self {
             host: Host(host),
@@ -81,7 +80,7 @@ impl PoolModelClient {
         }
     }
 
-    /// Number of extents that it holds.
+    /// Number of extents that the client holds.
     pub fn held(&self) -> usize {
         self.held.len()
     }
@@ -144,8 +143,8 @@ impl PoolModelClient {
             Some(Operation::Alloc(op, class)) => {
                 let step = op.step(cache, result);
                 if self.has_lost && !self.rung.has_contention_control() {
-                    // It has learnt what the word is, and counts no race: nothing is avoided,
-                    // marked or read anew for it.
+                    // Starts again with the current word and without a count of races, so that
+                    // no span is avoided, marked or read again.
                     let again = Operation::Alloc(AllocOp::new(self.host, *class), *class);
                     return self.start(self.node, again);
                 }

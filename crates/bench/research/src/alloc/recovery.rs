@@ -111,7 +111,7 @@ impl Node {
         Ok(Self { node_memory, reach, key, epoch: std::cell::Cell::new(1) })
     }
 
-    /// Makes the dead host own the extents, and measures their recovery.
+    /// Makes the dead host the owner of the extents, and measures their recovery.
     fn recovered_in_s(&self, held: &NodeWords) -> Result<f64, BenchError> {
         let layout = self.node_memory.layout;
         let parts = [
@@ -135,7 +135,7 @@ impl Node {
         let recovered = recovered.map_err(|error| failed(&error))?;
         check(&recovered)?;
         if self.node_memory.free_bytes() != layout.data_bytes() {
-            return Err(failed(&"something is left of the dead host"));
+            return Err(failed(&"memory of the dead host was not freed"));
         }
         Ok(time_s)
     }
@@ -145,7 +145,7 @@ fn check(recovered: &Recovered) -> Result<(), BenchError> {
     if recovered.chunks == u64::from(SECTIONS * SECTION_CHUNKS) && recovered.unowned == 0 {
         return Ok(());
     }
-    Err(failed(&format!("not everything was found: {recovered:?}")))
+    Err(failed(&format!("recovery did not free all extents: {recovered:?}")))
 }
 
 fn layout() -> Layout {

@@ -81,7 +81,8 @@ impl NodeWords {
         found
     }
 
-    /// Carries out the operations of one doorbell of an array client, and returns the results.
+    /// Carries out the operations of one doorbell of an array client, and writes the outcomes to
+    /// `results`.
     pub fn touch(&mut self, touches: &[Touch], results: &mut Vec<u16>) -> Arrived {
         results.clear();
         let mut arrived = plain(touches.len() as u64);
@@ -105,7 +106,7 @@ impl NodeWords {
         arrived
     }
 
-    /// Carries out an action of the pool, and writes the results to `results`.
+    /// Carries out an action of the pool, and writes the outcomes to `results`.
     pub fn carry_out(&mut self, action: &Action, results: &mut Vec<u64>) -> Arrived {
         results.clear();
         let mut arrived = plain(action.accesses().len() as u64);

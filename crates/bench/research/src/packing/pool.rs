@@ -58,7 +58,7 @@ impl SimulatedPool {
         let each = sections / 4;
         let node = |number: usize| {
             let layout = Layout::new(u16::try_from(number + 1).unwrap_or(1), each);
-            let layout = layout.expect("so many sections fit");
+            let layout = layout.expect("the sections fit into a layout");
             let cache = |host: usize| {
                 let search_start = search_start(number_of(host), number as u64);
                 NodeCache::new(&layout, search_start, Tenant(0), NumberSource::counted(1, 64))
@@ -125,7 +125,7 @@ impl SimulatedPool {
         given.and_then(|outcomes| outcomes[0]).map_err(|error| format!("a free failed: {error:?}"))
     }
 
-    /// Discards what is known about full nodes, since freed small extents may have joined.
+    /// Discards the records of full nodes, because freed small extents may have joined.
     pub fn recheck(&mut self) {
         self.nodes.iter_mut().for_each(|node| node.full_from = SizeClass::COUNT);
     }
@@ -148,7 +148,7 @@ fn number_of(host: usize) -> Host {
 }
 
 impl Node {
-    /// Each chunk of it goes from one to the other.
+    /// Changes the owner of each chunk of an extent from `from` to `to`.
     fn note(&mut self, grant: Grant, from: u16, to: u16) -> Result<(), String> {
         for chunk in grant.chunk..grant.chunk + grant.class.chunks() {
             let owner = std::mem::replace(&mut self.owners[chunk as usize], to);
