@@ -66,7 +66,7 @@ const CELLS: [(Lengths, usize); 2] = [(Lengths::Fixed(100), 100), (Lengths::Mixe
 
 /// Where a server writes items that do not fit into its memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Overflow {
+enum OverflowTarget {
     Pool(Fabric),
     Nothing,
 }
@@ -76,7 +76,7 @@ enum Overflow {
 struct ServerSetup<'a> {
     name: String,
     program: &'a Program,
-    overflow: Overflow,
+    overflow: OverflowTarget,
 }
 
 /// Results of one setup in one cell, by rounds.
@@ -138,10 +138,10 @@ fn setups(programs: &Programs) -> Vec<ServerSetup<'_>> {
             setups.extend([Fabric::Shm, Fabric::Tcp].map(|fabric| ServerSetup {
                 name: format!("{AQUIFER}, pool over {}", fabric.name()),
                 program,
-                overflow: Overflow::Pool(fabric),
+                overflow: OverflowTarget::Pool(fabric),
             }));
         }
-        setups.push(ServerSetup { name: program.name.into(), program, overflow: Overflow::Nothing });
+        setups.push(ServerSetup { name: program.name.into(), program, overflow: OverflowTarget::Nothing });
     }
     setups
 }
@@ -175,7 +175,7 @@ impl ServerSetup<'_> {
         let (counts, elapsed) =
             load.play_observed(pace, Some(volume.window), &mut gets, &mut |answered| times.note(answered))?;
         let of_pool = pool_hits()? - before;
-        if self.overflow != Overflow::Nothing && of_pool == 0 {
+        if self.overflow != OverflowTarget::Nothing && of_pool == 0 {
             return Err(server.error("no item came from the pool".into()));
         }
         let gets = float(counts.hits + counts.misses);
@@ -189,7 +189,7 @@ impl ServerSetup<'_> {
 
     fn start(&self, programs: &Programs, volume: Volume) -> Result<(Server, Option<Cluster>), BenchError> {
         let settings = Settings { place: Place::All, ..Settings::with_memory(volume.memory_mib) };
-        let Overflow::Pool(fabric) = self.overflow else {
+        let OverflowTarget::Pool(fabric) = self.overflow else {
             return Ok((programs.start(self.program, settings)?, None));
         };
         let pool_bytes = POOL_PARTS * (u64::from(volume.memory_mib) << 20);
