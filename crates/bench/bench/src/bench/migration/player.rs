@@ -74,7 +74,7 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         }
         Play::Source { entries } => print(&gets::play_source(&process, &order.peer, entries)?),
         Play::Target { entries, mode } => print(&gets::play_target(&process, entries, mode)?),
-        Play::Give { bytes } => print(&source::hand_over(&process, &order.peer, bytes)?),
+        Play::Give { bytes } => print(&source::transfer_segment(&process, &order.peer, bytes)?),
         Play::Follow => print(&source::receive_pages(&process)?),
     }
 }

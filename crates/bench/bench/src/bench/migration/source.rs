@@ -94,7 +94,7 @@ impl Work {
 }
 
 /// Works, hands a segment over, and continues to work.
-pub fn hand_over(process: &Process, peer: &str, bytes: u64) -> Result<Work, BenchError> {
+pub fn transfer_segment(process: &Process, peer: &str, bytes: u64) -> Result<Work, BenchError> {
     let segment = process.allocate(SEGMENT, bytes).map_err(segment_error)?;
     segment.words().iter().step_by(512).for_each(|word| word.store(1, Relaxed));
     let began = Instant::now();

@@ -112,7 +112,7 @@ pub fn play(
             false => receive(process, &mut times)?,
         };
         for turn in 1..=TURNS_AT_ONCE {
-            hand_over(segment, peer, &mut times)?;
+            transfer_segment(segment, peer, &mut times)?;
             if !is_first && turn == TURNS_AT_ONCE {
                 break;
             }
@@ -126,7 +126,7 @@ pub fn play(
     Ok(times)
 }
 
-fn hand_over(segment: Segment<'_>, peer: &str, times: &mut Times) -> Result<(), BenchError> {
+fn transfer_segment(segment: Segment<'_>, peer: &str, times: &mut Times) -> Result<(), BenchError> {
     let began = Instant::now();
     while let Err(error) = segment.connect(peer) {
         if began.elapsed() > PEER_TIMEOUT {
