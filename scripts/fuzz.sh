@@ -4,11 +4,11 @@
 #   scripts/fuzz.sh [TARGET [SECONDS]]   searches for inputs that break a target, or each of them
 #   scripts/fuzz.sh mutation [TARGET]    fails if the search does not notice the target's mutation
 #   scripts/fuzz.sh check                mutations of all targets, and then a short search of each
-#   scripts/fuzz.sh merge [TARGET]       adds to the corpus what the searches have found
+#   scripts/fuzz.sh merge [TARGET]       adds the inputs that searches have found to the corpus
 #   scripts/fuzz.sh replay TARGET FILE   runs a target on one input
 #
-# The targets are the folders in tests/fuzz/corpus. Searches begin with these files; what they find
-# is in target/fuzz/corpus, and inputs that break a target are in target/fuzz/findings.
+# The targets are the folders in tests/fuzz/corpus. Searches begin with these files; new inputs
+# are in target/fuzz/corpus, and inputs that break a target are in target/fuzz/findings.
 #
 # AQUIFER_FUZZ_SECONDS: seconds of each search in `check`.
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds the last release, for the tests of two versions together, and prints the folder of its
-# binaries. Prints nothing if the repository has no history, as a shallow clone.
+# binaries. Prints nothing if the repository has no history, as in a shallow clone.
 set -eu
 cd "$(dirname "$0")/.."
 commit=$(cat scripts/last-release)

@@ -38,7 +38,7 @@ CRATES = {
     "aquifer-keeper": "package(aquifer-tests-e2e) & test(/restart|keep|resume|success/)",
     "aquifer-swap": "package(aquifer-tests-e2e) & test(/swap/)",
 }
-# Words in the names of functions that may lose something if they are wrong.
+# Words in the names of functions whose errors may lose data.
 NAMES = re.compile(
     "abandon|claim|clear|close|delete|drain|drop|end|expel|expire|fail|fence|forget|free|give|keep|leave"
     "|lose|put|receive|record|refuse|release|remove|renew|revoke|save|seal|send|set|stop|store|take|write"
@@ -94,7 +94,7 @@ def tests_pass(filterset, environment):
 
 
 def notice(mutant, environment):
-    """Which tests have noticed a change, or that it does not compile; `None` if it has survived."""
+    """Names the tests that failed with a change, or a failed build; `None` if it has survived."""
     # The second line of the diff is a description where the name of the file should be.
     before, _, changes = mutant["diff"].split("\n", 2)
     patch = "\n".join([before, f"+++ {mutant['file']}", changes])

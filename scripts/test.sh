@@ -42,7 +42,7 @@ summary() {
     exit "$status"
 }
 trap summary EXIT
-# A signal is no success, whatever ended last.
+# After a signal the exit code is not 0, whatever the last command returned.
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 

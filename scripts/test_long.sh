@@ -42,7 +42,7 @@ build_release() {
     ln -sf libaquifer_malloc.so target/release/libaquifer-malloc.so
 }
 
-# Runs each bench for a short time: the figures do not matter, but each must come to its end.
+# Runs each bench for a short time: the figures do not matter, but each must succeed.
 short_benches() {
     scripts/install-deps.sh bench
     for name in $(target/release/aquifer bench list | cut -d ' ' -f 1); do
@@ -88,7 +88,7 @@ is_asked() {
     return 1
 }
 
-# The tests of the parts that are asked for, as a filter of nextest.
+# A nextest filter of the tests of the requested parts.
 filter_of_parts() {
     e2e='package(aquifer-tests-e2e)'
     of_chaos="$e2e & test(/^(chaos|soak)::/)"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Summarises JUnit reports of nextest: slowest tests, skipped and failed tests, numbers of results.
 
-A test that cannot run on a machine prints a line "skipped: why" (aquifer_tests_support::skip).
-If the variable CI is set, a skipped test is a failure, because CI has all that the tests need.
+A test that cannot run on a machine prints a line "skipped: REASON" (aquifer_tests_support::skip).
+If the variable CI is set, a skipped test is a failure, because CI has everything that tests need.
 """
 
 import os

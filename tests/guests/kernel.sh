@@ -5,7 +5,7 @@
 #   kernel.sh FOLDER            creates FOLDER/PACKAGE unless it exists, and prints its path;
 #                               it has vmlinuz, initrd and package/
 #   kernel.sh FOLDER SUITE      creates FOLDER/SUITE/PACKAGE from a suite of Debian, such as
-#                               trixie-backports, whatever this machine's sources are
+#                               trixie-backports, with any sources of this machine
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1/${2:-}"

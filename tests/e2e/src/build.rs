@@ -18,7 +18,7 @@ pub fn root() -> PathBuf {
     path.canonicalize().expect("the tests are in the workspace")
 }
 
-/// Takes a lock that all test programs share.
+/// Acquires a lock that all test programs share.
 ///
 /// # Panics
 /// If the file cannot be created.
@@ -107,7 +107,7 @@ pub fn compile(folder: &Path, name: &str, text: &str, options: &[&str]) -> PathB
 /// If the compiler fails.
 pub fn compile_cpp(folder: &Path, source: &Path) -> PathBuf {
     let program = folder.join(source.file_stem().expect("a source has a name"));
-    let libraries = binary().parent().expect("it lies in a folder").to_owned();
+    let libraries = binary().parent().expect("the binary is in a folder").to_owned();
     let mut command = Command::new("c++");
     command.args(["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,--no-as-needed"]);
     command.arg("-I").arg(root().join("bindings/c")).arg("-o").arg(&program).arg(source);

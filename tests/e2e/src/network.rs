@@ -28,7 +28,7 @@ pub struct Network {
 #[derive(Clone, Debug)]
 pub struct Machine {
     namespace: String,
-    /// Its address on the bridge.
+    /// The host's address on the bridge.
     pub address: IpAddr,
 }
 
@@ -98,7 +98,7 @@ impl Default for Network {
 
 impl Drop for Network {
     fn drop(&mut self) {
-        // The links go with their namespaces.
+        // The links are removed with their namespaces.
         self.machines.iter().for_each(|namespace| delete(namespace));
     }
 }

@@ -85,7 +85,7 @@ impl Postgres {
     /// Runs a client and returns its output.
     ///
     /// # Panics
-    /// If it fails.
+    /// If the client fails.
     #[must_use]
     pub fn ask(&self, client: &str, words: &[&str]) -> String {
         let output = self.command(client).args(words).output().expect("the client can be started");
@@ -113,7 +113,7 @@ impl Postgres {
     /// Asserts that the balances of pgbench's tables agree after this number of transactions.
     ///
     /// # Panics
-    /// If they do not.
+    /// If the balances do not agree.
     pub fn assert_balances(&self, transactions: usize) {
         let sums = self.query(
             "SELECT count(*), sum(delta) = (SELECT sum(abalance) FROM pgbench_accounts), \

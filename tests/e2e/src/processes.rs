@@ -30,7 +30,7 @@ pub fn resident_anonymous_bytes(pid: u32) -> Option<u64> {
 }
 
 /// Resident anonymous memory of a process, in bytes, with each page that is shared after a fork
-/// divided among its processes. The sum over parent and children is what they use together.
+/// divided among its processes. The sum over parent and children is their memory together.
 #[must_use]
 pub fn proportional_anonymous_bytes(pid: u32) -> Option<u64> {
     field_kib(&fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?, "Pss_Anon:")

@@ -35,15 +35,15 @@ pub fn restart_heaps(cluster: &Cluster, number: usize) {
 /// Runs `aquifer up`, whose output must contain `what`.
 ///
 /// # Panics
-/// If it does not.
+/// If the output does not contain it.
 pub fn start_missing(cluster: &Cluster, what: &str) {
     let output = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
     assert!(text(&output.stdout).contains(what), "{}", text(&output.stdout));
 }
 
-/// Sum of a statistic over all runs of the agent, counted since the agent's start; `None` if it
-/// does not answer.
+/// Sum of a statistic over all runs, counted since the agent's start; `None` if the agent does not
+/// answer.
 #[must_use]
 pub fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
     let status = status(cluster.agent_socket())?;

@@ -36,7 +36,7 @@ impl Outcome {
     /// Asserts that the program succeeded.
     ///
     /// # Panics
-    /// If it did not.
+    /// If the program failed.
     pub fn assert_success(&self, what: &str) {
         assert!(self.status.success(), "{what} ended with {}: {}", self.status, self.stderr);
     }
@@ -86,7 +86,7 @@ impl Running {
         self.child.try_wait().expect("it was not waited for").is_some()
     }
 
-    /// What it has written to stderr so far.
+    /// The bytes that the process has written to stderr so far.
     ///
     /// # Panics
     /// If the thread that reads it has panicked.
@@ -141,8 +141,8 @@ fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     })
 }
 
-/// Collects a pipe, and shows its lines among the test's own: a test that fails shows what the
-/// program has written until then.
+/// Collects a pipe, and prints its lines among the test's own, so that a failing test shows the
+/// program's output until then.
 fn show(pipe: impl Read + Send + 'static, so_far: Arc<Mutex<Vec<u8>>>) -> JoinHandle<()> {
     std::thread::spawn(move || {
         let (mut pipe, mut line) = (BufReader::new(pipe), Vec::new());

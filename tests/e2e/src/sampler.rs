@@ -16,7 +16,7 @@ const SHARED_TICK: Duration = Duration::from_millis(20);
 pub struct Peak {
     /// Resident anonymous memory of all processes together, in bytes.
     pub anonymous_bytes: u64,
-    /// The same plus the run's part of the mempool, in bytes.
+    /// Resident anonymous memory plus the run's part of the mempool, in bytes.
     pub total_bytes: u64,
     /// Number of samples.
     pub samples: u64,

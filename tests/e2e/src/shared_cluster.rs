@@ -75,8 +75,8 @@ impl SharedCluster {
         })
     }
 
-    /// Copies the programs to a folder, and starts the cluster by `up`, which gets the folder and
-    /// the options.
+    /// Copies the programs to a folder, and starts the cluster by `up`, whose arguments are the
+    /// folder and the options.
     fn up_of(options: &[&str], up: impl FnOnce(&Path, &[&str]) -> Cluster) -> Self {
         let folder = TempDir::with_prefix("aquifer-e2e-users-").expect("a temporary folder can be made");
         std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("our own folder");

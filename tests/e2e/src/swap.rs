@@ -30,8 +30,7 @@ pub fn devices(cluster: &Cluster) -> Vec<String> {
         .collect()
 }
 
-/// Everything on this machine that belongs to a record: cgroups, mounts, loop devices and the
-/// record.
+/// All parts of a device on this machine: cgroups, mounts, loop devices and the record.
 #[must_use]
 pub fn traces(name: &str) -> Vec<String> {
     let mut found = Vec::new();

@@ -14,7 +14,7 @@ const RESTARTS_MAX: usize = 8;
 const FAULTS: u64 = 300;
 
 #[test]
-fn a_run_says_that_it_waits_for_an_agent_that_has_ended() {
+fn a_run_reports_that_it_waits_for_an_agent_that_has_ended() {
     let cluster = Cluster::up_with(1, "64M", &["--grace", "1h"]);
     processes::kill(cluster.daemon("agent", None));
     let mut run = Running::start(&mut cluster.run_command(LIMIT, &["true"]), false, Box::new(|| 0));

@@ -143,7 +143,7 @@ fn a_user_without_rights_to_userfaultfd_gets_instructions() {
             .args(words);
         command.output().expect("setpriv can be started")
     };
-    // Its agent would hide the agent of all users.
+    // The user's own agent would hide the agent of all users.
     let refused = aquifer(&["up", "--nodes", "1", "--memory", "32M"]);
     assert_refused(&refused, 1, &["CAP_SYS_PTRACE", "--shared-socket", "--agent", "--without-runs"]);
     assert!(!folder.path().join("state").exists(), "nothing is left");
@@ -160,7 +160,7 @@ fn a_user_without_rights_to_userfaultfd_gets_instructions() {
 #[test]
 fn a_closed_standard_output_does_not_fail_a_command() {
     let folder = state_folder();
-    // There is no cluster, which `aquifer status` says by its exit code, too.
+    // There is no cluster, which `aquifer status` also reports by its exit code.
     for (words, code) in [(&["status"][..], 4), (&["status", "--json"], 4), (&["bench", "list"], 0)] {
         let (reader, writer) = std::io::pipe().expect("a pipe can be made");
         drop(reader);

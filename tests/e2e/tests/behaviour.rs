@@ -66,7 +66,7 @@ fn signals_to_the_run_reach_the_program() {
     assert_eq!(status.code(), Some(42), "{status}");
 }
 
-/// Says which signals it gets.
+/// A program that prints the number of each signal that it receives.
 const LISTENER: &str = "import signal, sys\n\
     own = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}\n\
     def got(number, frame):\n\
@@ -76,9 +76,9 @@ const LISTENER: &str = "import signal, sys\n\
     print('ready', flush=True)\n\
     while True: signal.pause()";
 
-/// Signals that a program can be told by, in groups: job control, what a terminal or the kernel
-/// sends, and real-time signals.
-const TOLD: [i32; 26] =
+/// Signals that a program can handle, in groups: job control, signals of a terminal or of the
+/// kernel, and real-time signals.
+const HANDLED_SIGNALS: [i32; 26] =
     [1, 2, 3, 5, 6, 10, 12, 13, 14, 15, 16, 17, 18, 23, 24, 25, 26, 27, 28, 29, 30, 31, 34, 40, 50, 64];
 
 /// A shell that executes a script, in which a command is `"$@"`.
@@ -94,8 +94,8 @@ fn in_shell(script: &str, command: &Command) -> Command {
     shell
 }
 
-/// Sends signals to a run, one after the other, and reads from its program which it gets.
-fn assert_told(command: &mut Command, run_of: impl Fn(u32) -> u32) {
+/// Sends signals to a run, one after the other, and checks that its program receives each.
+fn assert_signals_arrive(command: &mut Command, run_of: impl Fn(u32) -> u32) {
     let mut child = command.stdout(Stdio::piped()).spawn().expect("it can be started");
     let mut lines = BufReader::new(child.stdout.take().expect("it was asked for")).lines();
     let mut next = || lines.next().expect("the program runs").expect("it writes text");
@@ -105,7 +105,7 @@ fn assert_told(command: &mut Command, run_of: impl Fn(u32) -> u32) {
         let sent = Command::new("/bin/sh").args(["-c", &format!("kill -{signal} {run}")]).status();
         assert!(sent.expect("there is a shell").success());
     };
-    for signal in TOLD {
+    for signal in HANDLED_SIGNALS {
         send(signal);
         assert_eq!(next(), signal.to_string());
     }
@@ -121,7 +121,7 @@ fn assert_told(command: &mut Command, run_of: impl Fn(u32) -> u32) {
 #[test]
 fn every_signal_reaches_the_program() {
     let cluster = Cluster::up(1, "64M");
-    assert_told(&mut cluster.run_command(LIMIT, &["/usr/bin/python3", "-c", LISTENER]), |run| run);
+    assert_signals_arrive(&mut cluster.run_command(LIMIT, &["/usr/bin/python3", "-c", LISTENER]), |run| run);
 }
 
 #[test]
@@ -130,14 +130,14 @@ fn signals_reach_a_program_that_a_script_has_started_in_the_background() {
     let run = cluster.run_command(LIMIT, &["/usr/bin/python3", "-c", LISTENER]);
     // A shell starts background jobs with SIGINT and SIGQUIT ignored.
     let mut shell = in_shell("\"$@\" & wait", &run);
-    assert_told(&mut shell, |shell| {
+    assert_signals_arrive(&mut shell, |shell| {
         let children = std::fs::read_to_string(format!("/proc/{shell}/task/{shell}/children"));
         children.expect("the shell runs").trim().parse().expect("it has one child")
     });
 }
 
 #[test]
-fn a_run_that_ignores_stops_goes_on() {
+fn a_run_that_ignores_stop_signals_continues() {
     let cluster = Cluster::up(1, "64M");
     let run = cluster.run_command(LIMIT, &["/usr/bin/python3", "-c", LISTENER]);
     let mut child = in_shell("trap '' TSTP; exec \"$@\"", &run)
@@ -157,7 +157,7 @@ fn a_run_that_ignores_stops_goes_on() {
 }
 
 #[test]
-fn what_the_run_ignores_the_program_ignores() {
+fn signals_that_the_run_ignores_are_ignored_by_the_program() {
     let cluster = Cluster::up(1, "64M");
     let script = "trap '' INT HUP USR1; exec \"$@\"";
     let read = ["grep", "SigIgn", "/proc/self/status"];

@@ -142,7 +142,7 @@ fn stop_node(cluster: &Cluster, _: &mut Directory, time: usize) {
     await_service(cluster);
 }
 
-/// Meanwhile no fault is served, and requests for the status time out.
+/// Stops the agent. Meanwhile no fault is served, and requests for the status time out.
 fn stop_agent(cluster: &Cluster, _: &mut Directory, _: usize) {
     let _stopped = Stopped::new(cluster.daemon("agent", None));
     assert!(cluster.status().is_object());
@@ -166,7 +166,7 @@ fn kill_etcd(cluster: &Cluster, directory: &mut Directory, _: usize) {
     restart_agent(cluster);
 }
 
-/// Cuts a node off from the directory until its lease has ended. It is used all the time.
+/// Cuts a node off from the directory until its lease has ended. Programs use the node meanwhile.
 fn cut_node_off(cluster: &Cluster, directory: &mut Directory, time: usize) {
     directory.relay.cut_off(Some(cluster.daemon("node", Some(node_of(time)))));
     cluster.await_nodes(NODES - 1);
@@ -184,7 +184,7 @@ fn cut_agent_off(cluster: &Cluster, directory: &mut Directory, _: usize) {
         find(&cluster.status(), "agents")?.as_array()?.is_empty().then_some(())
     });
     directory.relay.cut_off(None);
-    // It starts its successor.
+    // The agent starts its successor before it ends.
     eventually("the agent to end", || (!processes::is_alive(agent)).then_some(()));
     await_service(cluster);
 }

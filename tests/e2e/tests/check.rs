@@ -63,7 +63,7 @@ fn programs_that_cannot_be_paged_are_refused_with_the_reason() {
     assert_eq!(check(&cluster, &asan).0, Some(0), "with its runtime linked it is paged");
 }
 
-/// As SBCL has it.
+/// A program with an executable heap, as SBCL has it.
 const EXECUTABLE_HEAP: &str = "unsigned long dynamic_space_size, DYNAMIC_SPACE_START;\n\
                                int main(void) { return 0; }";
 

@@ -1,4 +1,4 @@
-//! Children that a partly evicted program creates in every way, with memory of every kind.
+//! Children that a partly evicted program creates by each system call, with memory of each kind.
 //!
 //! Parent and child check and rewrite all their pages, with a running agent, and with agents that
 //! are killed at each stage of a child's creation.
@@ -15,9 +15,9 @@ const LIMIT: &str = "12M";
 /// Most agents that are killed under one program.
 const STORM_MAX: usize = 6;
 
-/// Ways to create a child with its own memory, with libc and without.
+/// Checks that create a child with its own memory, with libc and without.
 const FORKED: [&str; 5] = ["by-fork", "by-fork-alone", "by-clone", "by-raw-clone", "by-raw-clone3"];
-/// Ways to create a child that shares its parent's memory until it executes a program.
+/// Checks that create a child that shares its parent's memory until it executes a program.
 const EXECUTED: [&str; 3] = ["by-vfork", "by-clone-vm", "by-spawn"];
 
 /// Places and limits in which a child cannot connect to the agent by itself.
@@ -88,7 +88,7 @@ fn forked_children_have_pages_of_their_own() {
 }
 
 #[test]
-fn children_in_their_parents_memory_see_it_as_it_is() {
+fn children_in_their_parents_memory_see_its_contents() {
     check_all(&EXECUTED, AgentDies::Never);
 }
 

@@ -1,5 +1,5 @@
 //! `aquifer core`: the core dump has all pages of a program, wherever they are, and the program
-//! goes on.
+//! continues.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -99,7 +99,7 @@ fn a_core_dump_has_the_pages_that_are_away() {
     }
     input.write_all(b"\n").expect("the program waits for a line");
     let mut line = String::new();
-    output.read_line(&mut line).expect("the program goes on");
+    output.read_line(&mut line).expect("the program continues");
     assert_eq!(line, "right\n");
     assert!(child.wait().expect("it ends").success());
     cluster.assert_all_free();
@@ -128,7 +128,7 @@ fn a_debugger_reads_the_core_dump() {
 }
 
 #[test]
-fn what_a_core_dump_of_the_kernel_lacks_is_said() {
+fn the_gap_in_a_core_dump_of_the_kernel_is_reported() {
     let folder = TempDir::new().expect("a folder");
     let crash = ["sh", "-c", "ulimit -c unlimited && kill -ABRT $$"];
     let plain = Command::new(crash[0]).args(&crash[1..]).current_dir(folder.path()).status();

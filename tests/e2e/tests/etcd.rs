@@ -133,7 +133,7 @@ mod long {
         run.wait().assert_success("the checker, while etcd died and came back");
         cluster.assert_all_free();
         // No lease was lost: the agent has the same epoch.
-        eventually("everyone to be in the directory", || (members(&cluster) == before).then_some(()));
+        eventually("all members to be in the directory", || (members(&cluster) == before).then_some(()));
         // The configuration is stored.
         let again = cluster.command().arg("up").output().expect("aquifer can be started");
         assert!(

@@ -15,7 +15,7 @@ fn output(cluster: &Cluster, command: &mut Command) -> String {
     text(&output.stdout).trim().to_owned()
 }
 
-/// Built by cargo beside this test program.
+/// The path of an example in Rust, which cargo builds beside this test program.
 pub(super) fn rust_example(name: &str) -> PathBuf {
     let own = std::env::current_exe().expect("this program has a path");
     own.parent()

@@ -21,7 +21,8 @@ const ANNE: u32 = 65_533;
 const BERT: u32 = 65_532;
 const EDQUOT: &str = "122";
 const EACCES: &str = "13";
-/// The one beside it, whatever cargo has put into LD_LIBRARY_PATH: that may be of another build.
+/// Linker options that select the library beside the program. That in `LD_LIBRARY_PATH`, which
+/// cargo sets, may be of another build.
 const OWN_LIBRARY: [&str; 2] = ["-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN"];
 
 /// Builds the C program in a folder that all users can enter.
@@ -53,7 +54,7 @@ impl Holder {
         if said.is_empty() {
             let mut error = String::new();
             child.stderr.as_mut().expect("it is a pipe").read_to_string(&mut error).expect("text");
-            panic!("it said nothing but: {error}");
+            panic!("the program printed only: {error}");
         }
         Self { child, said: said.trim().to_owned() }
     }
@@ -136,7 +137,7 @@ fn sessions_survive_agents(fabric: &str) {
         for _ in 0..6 {
             let count = || turns.each_ref().map(|turns| turns.load(std::sync::atomic::Ordering::Relaxed));
             let before = count();
-            eventually("both sessions to go on", || {
+            eventually("both sessions to continue", || {
                 count().iter().zip(before).all(|(now, before)| *now > before + 20).then_some(())
             });
             restart_agent(&cluster);
@@ -303,7 +304,7 @@ fn a_ring_of_noise_does_not_disturb_other_sessions() {
     let mut random = Random(99);
     for round in 0..60 {
         let socket = connect(cluster.agent_socket()).expect("the agent listens");
-        send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
+        send_frame(&socket, &Frame::OpenSession, &[]).expect("the agent reads");
         let (frame, fds) = receive_frame(&socket).expect("it answers");
         assert_eq!(frame, Frame::SessionOpened);
         let ring = RingMapping::new(&fds[0]).expect("memory");
@@ -325,12 +326,12 @@ fn a_ring_of_noise_does_not_disturb_other_sessions() {
     cluster.assert_all_free();
 }
 
-/// The book of a session is in memory that the program cannot write.
+/// The agent's record of a session is in memory that the program cannot write.
 #[test]
 fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
     let cluster = Cluster::up(2, "256M");
     let socket = connect(cluster.agent_socket()).expect("the agent listens");
-    send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
+    send_frame(&socket, &Frame::OpenSession, &[]).expect("the agent reads");
     let (_, fds) = receive_frame(&socket).expect("it answers");
     let ring = SessionRing::open(RingMapping::new(&fds[0]).expect("memory")).expect("a ring");
     for number in 0..100 {

@@ -135,7 +135,7 @@ fn a_detached_program_keeps_its_limit_after_its_run_was_killed() {
     processes::signal(run.pid(), Signal::KILL);
     let before = figure(&cluster, "evictions").expect("the agent answers");
     eventually("more pages to leave", || {
-        assert!(processes::is_alive(program), "it must go on");
+        assert!(processes::is_alive(program), "the program must continue");
         (figure(&cluster, "evictions")? > before + 20_000).then_some(())
     });
     processes::signal(program, Signal::KILL);
@@ -175,7 +175,9 @@ fn a_program_waits_for_room_until_there_is_some() {
     await_paging(&cluster, 24 << 20);
     let waiting = start_checker(&cluster, "16M", &["pages", "--bytes", "48M"]);
     await_shortage(&cluster, "checker");
-    eventually("the owner to be told", || waiting.stderr_so_far().contains("--wait-for-room").then_some(()));
+    eventually("the message about the wait", || {
+        waiting.stderr_so_far().contains("--wait-for-room").then_some(())
+    });
     processes::signal(program_of(&full), Signal::KILL);
     assert_no_wrong_byte(&full.wait().stderr);
     let outcome = waiting.wait();
@@ -189,13 +191,13 @@ fn a_program_says_that_it_waits_for_the_mempool() {
     let cluster = Cluster::up_with(1, "256M", &["--fabric", "tcp", "--mempool", "2M"]);
     let first = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
-    // It acknowledges no page, so the first run holds all blocks that its user may have.
+    // The stopped node acknowledges no page, so the first run holds all blocks of its user.
     let node = cluster.daemon("node", None);
     processes::signal(node, Signal::STOP);
     let waiting = start_checker(&cluster, "16M", &["pages", "--bytes", "48M"]);
     let said = "the mempool of this host has no free block";
     assert!(await_shortage(&cluster, "checker").starts_with(said));
-    eventually("the owner to be told", || waiting.stderr_so_far().contains(said).then_some(()));
+    eventually("the message about the wait", || waiting.stderr_so_far().contains(said).then_some(()));
     processes::signal(node, Signal::CONT);
     waiting.wait().assert_success("the program that waited");
     processes::signal(program_of(&first), Signal::KILL);
@@ -260,12 +262,12 @@ fn a_stopped_node_is_waited_for() {
     let node = cluster.daemon("node", Some(1));
     processes::signal(node, Signal::STOP);
     let program = program_of(&run);
-    let (mut last, mut looks) = (0, 0);
+    let (mut last, mut unchanged) = (0, 0);
     eventually("the program to wait, too", || {
         let faults = processes::faults(program);
-        looks = if faults == last { looks + 1 } else { 0 };
+        unchanged = if faults == last { unchanged + 1 } else { 0 };
         last = faults;
-        (looks >= CHECKS).then_some(())
+        (unchanged >= CHECKS).then_some(())
     });
     assert!(processes::is_alive(program), "a stopped node must not end a program");
     processes::signal(node, Signal::CONT);
@@ -305,7 +307,7 @@ fn aquifer_down_ends_programs_with_a_message() {
     assert_eq!(cluster.daemons(), Vec::<u32>::new());
 }
 
-/// Its lock is held until it has ended its programs.
+/// An agent that is stopping holds its lock until it has ended its programs.
 #[test]
 fn an_agent_that_is_stopping_is_started_again() {
     let cluster = Cluster::up(1, "256M");
@@ -379,7 +381,7 @@ mod long {
     use super::*;
 
     #[test]
-    fn programs_go_on_when_the_directory_is_stopped_for_longer_than_their_leases_last() {
+    fn programs_continue_when_the_directory_is_stopped_for_longer_than_their_leases_last() {
         let cluster = Cluster::up(3, "128M");
         processes::kill(cluster.daemon("agent", None));
         let place = format!("unix:{}", cluster.state().join("agent.metrics").display());
@@ -404,12 +406,12 @@ mod long {
     }
 
     #[test]
-    fn programs_go_on_when_the_agent_is_stopped_for_longer_than_its_lease_lasts() {
+    fn programs_continue_when_the_agent_is_stopped_for_longer_than_its_lease_lasts() {
         stop_the_agent(&Cluster::up_with(3, "128M", &["--grace", "5m", "--fabric", "tcp"]));
     }
 
     #[test]
-    fn programs_go_on_when_the_agent_of_kept_memory_is_stopped() {
+    fn programs_continue_when_the_agent_of_kept_memory_is_stopped() {
         let options = ["--grace", "5m", "--fabric", "tcp", "--keep-memory"];
         stop_the_agent(&Cluster::up_with(3, "128M", &options));
     }
@@ -442,8 +444,8 @@ mod long {
         cluster.assert_all_free();
     }
 
-    /// The nodes fence the host then, and the agent starts the next one when it goes on. Not with
-    /// shared memory: a node kills an agent that was stopped in the middle of an access.
+    /// Stops the agent until the nodes have fenced the host. The resumed agent starts the next one.
+    /// Not with shared memory: a node kills an agent that was stopped in the middle of an access.
     fn stop_the_agent(cluster: &Cluster) {
         let run = endless(cluster, LIMIT, "128M");
         await_paging(cluster, 64 << 20);
@@ -460,7 +462,9 @@ mod long {
         processes::signal(agent, Signal::CONT);
         eventually("the agent to end", || (!processes::is_alive(agent)).then_some(()));
         let faults = eventually("the next agent", || figure(cluster, "faults"));
-        eventually("the program to go on", || (figure(cluster, "faults")? > faults + 20_000).then_some(()));
+        eventually("the program to continue", || {
+            (figure(cluster, "faults")? > faults + 20_000).then_some(())
+        });
         end(cluster, run);
     }
 
@@ -512,7 +516,7 @@ fn a_wrong_cluster_key_is_reported_as_such() {
     assert!(outcome.stderr.contains("the cluster keys differ"), "{}", outcome.stderr);
 }
 
-/// Nothing is left then that could end it.
+/// The programs of dead agents are ended by a keeper or an agent, and neither is left here.
 #[test]
 fn a_program_ends_when_agent_and_keeper_are_killed_together() {
     let cluster = Cluster::up(1, "128M");

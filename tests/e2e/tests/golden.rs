@@ -97,7 +97,7 @@ fn kind_of(fd: &OwnedFd) -> String {
     }
 }
 
-/// Takes a share from the keeper as the next daemon would; one line for each record.
+/// Claims a share from the keeper as the next daemon would; one line for each record.
 fn held(cluster: &Cluster, share: KeeperShare) -> Vec<String> {
     let socket = eventually("the keeper gives the share of a dead daemon", || {
         let socket = connect(&cluster.state().join("keeper.sock")).expect("the keeper listens");

@@ -1,6 +1,5 @@
-//! Everything that programs do with heaps, at once: objects and stores, in shared memory and over
-//! TCP, while the heap is compacted all the time and services and clients are killed. Every byte is
-//! compared.
+//! All uses of heaps at once: objects and stores, in shared memory and over TCP, while the heap is
+//! compacted repeatedly and services and clients are killed. Every byte is compared.
 //!
 //! Runs for a third of `AQUIFER_SOAK_S` seconds; without the variable, for a quarter of a minute.
 
@@ -20,7 +19,7 @@ use super::kv::CheckedStore;
 
 const SECONDS_VARIABLE: &str = "AQUIFER_SOAK_S";
 
-/// What has happened.
+/// Counts of events during the test.
 #[derive(Debug, Default)]
 struct Counts {
     operations: AtomicU64,
@@ -37,7 +36,7 @@ impl Counts {
     /// Waits until the workers have done this number of operations more, or it is over.
     fn await_operations(&self, count: usize, is_over: &AtomicBool) {
         let end = self.operations.load(Ordering::SeqCst) + count as u64;
-        eventually("the programs go on", || {
+        eventually("the programs to continue", || {
             (self.operations.load(Ordering::SeqCst) >= end || is_over.load(Ordering::SeqCst)).then_some(())
         });
     }
@@ -65,11 +64,11 @@ fn use_store(client: HeapClient, name: &str, seed: u64, is_over: &AtomicBool, co
     Counts::add(&counts.interrupted, store.unknown);
 }
 
-/// The values that each key may have; none, unless one was surely put.
+/// The values that each key may have, with `None` until a put has succeeded.
 type Possible = HashMap<String, Vec<Option<String>>>;
 
-/// Kills clients that put values, each at some time of its life. A value must be one that was put
-/// since the last one that was surely put.
+/// Kills clients that put values, each at a random time. A value must be the last one whose put
+/// succeeded, or one of a later put.
 fn kill_clients(cluster: &Cluster, is_over: &AtomicBool, counts: &Counts) {
     let mut random = Random(77);
     let mut possible: Possible = HashMap::new();
@@ -105,7 +104,7 @@ fn kill_clients(cluster: &Cluster, is_over: &AtomicBool, counts: &Counts) {
     assert_eq!(check_values(&possible, &kv), possible.len());
 }
 
-/// Returns how many keys could be read: not those at which the service was killed.
+/// Returns the number of keys that could be read. Reads fail when the service is killed.
 fn check_values(possible: &Possible, kv: &dyn Fn(&[&str]) -> std::process::Child) -> usize {
     let mut read = 0;
     for (key, values) in possible {
@@ -175,7 +174,7 @@ mod long {
     use super::*;
 
     #[test]
-    fn nothing_is_wrong_while_all_is_killed_and_compacted() {
+    fn data_are_right_while_services_and_clients_are_killed() {
         let seconds = std::env::var(SECONDS_VARIABLE).ok().map(|text| text.parse().expect("a number"));
         stress(Duration::from_secs(seconds.map_or(15, |seconds: u64| seconds / 3)));
     }

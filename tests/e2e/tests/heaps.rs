@@ -35,12 +35,12 @@ pub(super) fn remote_client(cluster: &Cluster) -> HeapClient {
     HeapClient::connect_remotely(agent, None).expect("there is a service of heaps")
 }
 
-/// The bytes of a version of an object: each word tells the version.
+/// The bytes of a version of an object: each word is the version's stamp.
 fn bytes_of(stamp: u64, size: usize) -> Vec<u8> {
     stamp.to_le_bytes().into_iter().cycle().take(size).collect()
 }
 
-/// An object whose bytes are known.
+/// An object with its expected bytes.
 struct CheckedObject {
     pointer: Pointer,
     size: usize,
@@ -49,7 +49,7 @@ struct CheckedObject {
     pending: Option<u64>,
 }
 
-/// A client that knows what each of its objects must be.
+/// A client with the expected bytes of each of its objects.
 pub(super) struct CheckedHeap {
     client: HeapClient,
     objects: Vec<CheckedObject>,
@@ -111,7 +111,7 @@ impl CheckedHeap {
             (object.stamp, object.pending) = (stamp, None);
         } else {
             object.pending = Some(stamp);
-            // Only one write may be pending: the outcome is found out at once.
+            // Only one write may be pending, so the outcome is determined at once.
             while self.objects[at].pending.is_some() {
                 self.check(at);
             }
@@ -234,7 +234,7 @@ fn kill_services(client: fn(&Cluster) -> HeapClient) {
             }
             let progress = || reports(&cluster).first().map_or(0, |report| report.objects);
             let before = progress();
-            eventually("the program goes on", || {
+            eventually("the program to continue", || {
                 (progress() != before || worker.is_finished()).then_some(())
             });
             assert!(!worker.is_finished(), "the program has ended");
@@ -273,7 +273,7 @@ fn memory_returns_after_most_objects_are_freed() {
     }
 }
 
-/// All extents of 2 MiB that a program can have now.
+/// Number of extents of 2 MiB that a program can allocate now.
 fn extents_to_be_had(cluster: &Cluster) -> usize {
     let mut session = Session::open_at(cluster.agent_socket()).expect("the agent serves");
     let extents: Vec<Extent> = std::iter::from_fn(|| session.allocate(2 << 20).ok()).collect();
@@ -282,7 +282,7 @@ fn extents_to_be_had(cluster: &Cluster) -> usize {
 }
 
 #[test]
-fn heaps_take_memory_of_the_pool_and_return_what_compaction_frees() {
+fn heaps_allocate_memory_of_the_pool_and_return_what_compaction_frees() {
     const OBJECT_BYTES: u32 = 4000;
     const OBJECTS: usize = 10_000;
     let cluster =

@@ -168,7 +168,7 @@ fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
             wait_for_room_ms: None,
             name: "ours".into(),
         }))
-        .expect("it is heard");
+        .expect("the agent reads");
     let Some(Frame::RunOpened(token)) = connection.receive().expect("an answer") else {
         panic!("no run was opened")
     };
@@ -188,10 +188,10 @@ fn silent_connections_do_not_delay_others() {
     assert_serves(&cluster);
     assert!(cluster.run("64M", &["true"]).status.success());
     drop(silent);
-    eventually("the agent to serve on", || status(cluster.agent_socket()));
+    eventually("the agent to continue to serve", || status(cluster.agent_socket()));
 }
 
-/// The worker shares the program's memory, so a program can have it run any code.
+/// The worker shares the program's memory, so a program can make the worker run any code.
 #[test]
 fn a_program_gains_nothing_from_the_stack_of_its_worker() {
     let cluster = Cluster::up(1, "128M");
@@ -206,9 +206,9 @@ fn a_program_gains_nothing_from_the_stack_of_its_worker() {
     cluster.assert_all_free();
 }
 
-/// The worker has the memory of the program, so it must be as closed to others as the program is.
+/// The worker has the memory of the program, so other processes must have no access to it either.
 #[test]
-fn a_process_without_capabilities_cannot_look_into_a_worker() {
+fn a_process_without_capabilities_cannot_access_a_worker() {
     if !rustix::process::geteuid().is_root() {
         skip("only root has capabilities");
         return;
@@ -249,7 +249,7 @@ fn answer_at_a_knock() -> Option<Frame> {
     Some(aquifer_channel::receive_frame(&socket).ok()?.0)
 }
 
-/// They are in the namespaces of sandboxes, and open to all users there.
+/// Sockets of knocks are in the namespaces of sandboxes, and open to all users there.
 #[test]
 fn sockets_of_knocks_serve_nothing_but_programs() {
     if !rustix::process::geteuid().is_root() {

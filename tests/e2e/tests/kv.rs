@@ -64,7 +64,7 @@ fn values_are_put_read_scanned_and_deleted_by_commands() {
     assert_eq!(done(&cluster, &["list"], b""), b"");
 }
 
-/// A client that knows the values of its keys.
+/// A client with the expected values of its keys.
 pub(super) struct CheckedStore {
     store: KvStore<HeapClient>,
     name: String,
@@ -122,7 +122,7 @@ impl CheckedStore {
         self.note(key, None, result);
     }
 
-    /// Notes what an operation has made of a key.
+    /// Records the values that a key may have after an operation.
     fn note(&mut self, key: &str, value: Option<Vec<u8>>, result: Result<bool, KvError<ClientError>>) {
         let is_known = self.known(result).is_some();
         let values = self.keys.entry(key.to_owned()).or_insert_with(|| vec![None]);
@@ -176,7 +176,7 @@ fn a_store_outlives_services_that_are_killed() {
             }
             let before = operations.load(Ordering::SeqCst);
             let has_ended = || workers.iter().any(|worker| worker.is_finished());
-            eventually("the programs go on", || {
+            eventually("the programs to continue", || {
                 (operations.load(Ordering::SeqCst) > before + 100 || has_ended()).then_some(())
             });
             assert!(!has_ended(), "a program has ended");

@@ -9,7 +9,7 @@ use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{build, eventually, processes};
 use aquifer_tests_support::{EtcdCluster, TcpRelay, state_folder};
 
-/// Seconds that the agent has missed a node in the directory.
+/// Seconds for which a node must be missing in the directory before the tests continue.
 const MISSED_S: u64 = 3;
 
 /// A node is used as long as it answers, also when its grace time would have passed.
@@ -42,7 +42,7 @@ fn a_node_that_is_cut_off_from_the_directory_keeps_its_pages() {
         (UNIX_EPOCH.elapsed().ok()?.as_secs() >= since_s + MISSED_S).then_some(())
     });
     let before = eventually("the agent to answer", faults);
-    eventually("the program to go on", || faults().filter(|faults| *faults > before + 5_000));
+    eventually("the program to continue", || faults().filter(|faults| *faults > before + 5_000));
     relay.resume();
     eventually("the node to return", || {
         status(&socket)?["missing_nodes"].as_array()?.is_empty().then_some(())
@@ -81,7 +81,7 @@ mod long {
         });
         first.to_etcd = Some(relay);
         let faults = eventually("the next agent to serve", || first.faults());
-        eventually("the program to go on", || first.faults().filter(|now| *now > faults + 2_000));
+        eventually("the program to continue", || first.faults().filter(|now| *now > faults + 2_000));
         let program = processes::descendants(run.pid()).first().copied().expect("it runs");
         processes::kill(program);
         assert_no_wrong_byte(&run.wait());
@@ -138,7 +138,7 @@ mod long {
         eventually("the agent to end", end);
         let next = eventually("the next agent", || first.agent_process().filter(|next| *next != agent));
         let faults = eventually("the next agent to serve", || first.faults());
-        eventually("the program to go on", || first.faults().filter(|now| *now > faults + 2_000));
+        eventually("the program to continue", || first.faults().filter(|now| *now > faults + 2_000));
         let program = processes::descendants(run.pid()).first().copied().expect("it runs");
         processes::kill(program);
         assert_no_wrong_byte(&run.wait());

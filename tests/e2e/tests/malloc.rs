@@ -62,7 +62,7 @@ fn torture(cluster: &Cluster) -> Command {
 }
 
 #[test]
-fn functions_do_what_the_manual_says() {
+fn functions_behave_as_the_manual_says() {
     let checker = checker();
     let program = [checker.to_str().expect("a plain path"), "functions"];
     let cluster = Cluster::up(1, "512M");

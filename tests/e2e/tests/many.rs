@@ -52,7 +52,7 @@ fn pages_that_many_children_share_are_counted_once() {
 mod long {
     use super::*;
 
-    /// For which the agent needs about 20,000 descriptors.
+    /// The agent needs about 20,000 descriptors for this number of runs.
     #[test]
     fn a_thousand_runs_at_once() {
         all_succeed(&Cluster::up(8, "1G"), 1000);

@@ -51,7 +51,7 @@ fn segments_move_between_hosts() {
     assert_eq!(segments::end(peer), "done\n");
 }
 
-/// A page that cannot come is a fault, and never zeros.
+/// A page that cannot be pulled raises a signal, and is never read as zeros.
 #[test]
 fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
     let mut cluster = Cluster::up_with_grace("2s");
@@ -64,7 +64,7 @@ fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
         orphan
     });
     let [first, second] = &mut cluster.hosts[..] else { panic!("there are two hosts") };
-    // No page comes from here any more, and the target does not know why.
+    // This agent sends no page any more, and the target cannot detect why.
     let _stopped = Stopped::new(first.agent());
     for orphan in &mut orphans {
         orphan.request();
@@ -78,7 +78,7 @@ fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
     ahead.expect("SIGSEGV");
 }
 
-/// An agent that is stopped may have been given up by the other hosts: its processes lose their
+/// The lease of a stopped agent may have ended for the other hosts, so its processes lose their
 /// segments in time.
 #[test]
 fn a_process_whose_agent_is_stopped_loses_its_segments() {
@@ -93,7 +93,7 @@ fn a_process_whose_agent_is_stopped_loses_its_segments() {
     assert!(told.contains("a touch of a segment that this process does not own (SIGSEGV)"), "{told}");
 }
 
-/// Both agents are killed and started again all the time. Programs wait for them, and find each
+/// Both agents are killed and started again repeatedly. Programs wait for them, and find each
 /// number where the pointers say.
 #[test]
 fn segments_move_between_hosts_whose_agents_are_killed() {
@@ -123,7 +123,7 @@ fn move_and_kill(turns: u32, kills_max: usize) {
     assert_eq!(kills, kills_max);
 }
 
-/// The same with maps of texts, of which several move at a time. The programs compare all counts.
+/// Kills agents while maps of texts move, several at a time. The programs compare all counts.
 fn count_and_kill(partitions: u32, times: usize, kills_max: usize) {
     let mut cluster = Cluster::up();
     let sockets = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
@@ -153,7 +153,7 @@ fn has_segments(agent: &Path) -> bool {
     segments_at(agent).is_some_and(|all| !all.is_empty())
 }
 
-/// A program with accounts on a host, and what it has confirmed.
+/// A program with accounts on a host, and the number of payments that it has confirmed.
 struct Ledger {
     program: PipedProgram,
     confirmed: u64,
@@ -190,10 +190,10 @@ impl Ledger {
     }
 }
 
-/// A host dies with its processes, again and again, and another one goes on from what was synced.
+/// A host dies with its processes repeatedly, and another one continues from the synced copies.
 /// Services of nodes are killed as well.
 #[test]
-fn what_was_synced_outlives_its_host() {
+fn synced_data_outlive_their_host() {
     outlive(1);
 }
 
@@ -225,7 +225,7 @@ mod long {
 
     /// Pages that a host has not handed over are lost with it, and restored as they were synced.
     #[test]
-    fn what_was_synced_outlives_the_host_that_has_handed_it_over() {
+    fn synced_data_outlive_the_host_that_has_handed_them_over() {
         let mut cluster = Cluster::up_with_grace("2s");
         cluster.nodes.iter_mut().for_each(Node::start_heaps);
         let programs = Programs::build();
@@ -247,7 +247,7 @@ mod long {
     }
 
     #[test]
-    fn what_was_synced_outlives_its_host() {
+    fn synced_data_outlive_their_host() {
         outlive(40);
     }
 

@@ -44,7 +44,7 @@ fn await_replicas(cluster: &Cluster) {
 /// Waits until this many more faults of the program are served.
 fn await_faults(cluster: &Cluster, more: u64) {
     let before = figure(cluster, "faults").expect("the program runs");
-    eventually("the program to go on", || (figure(cluster, "faults")? >= before + more).then_some(()));
+    eventually("the program to continue", || (figure(cluster, "faults")? >= before + more).then_some(()));
 }
 
 fn end(cluster: &Cluster, run: Running) {
@@ -76,7 +76,7 @@ fn kill_a_node(fabric: &str, rounds: &str) {
     assert_eq!(outcome.stderr, "", "it should not have noticed");
 }
 
-/// The program goes on while the node is away, although the node's memory is kept for longer than
+/// The program continues while the node is away, although the node's memory is kept for longer than
 /// the test takes. Its pages have one replica less meanwhile.
 #[test]
 fn a_node_with_kept_memory_is_not_waited_for() {
@@ -204,7 +204,9 @@ mod long {
         await_paging(&cluster);
         let node = cluster.daemon("node", Some(2));
         processes::signal(node, Signal::STOP);
-        eventually("the node to be given up", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
+        eventually("the replicas of the node to be made again", || {
+            (figure(&cluster, "copied_slabs")? > 0).then_some(())
+        });
         await_faults(&cluster, 20_000);
         // The node's replicas are out of date: they are not read, and are freed.
         processes::signal(node, Signal::CONT);

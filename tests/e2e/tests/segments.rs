@@ -12,8 +12,8 @@ use aquifer_tests_e2e::restart::restart_agent;
 use aquifer_tests_e2e::{Cluster, build, eventually};
 use tempfile::TempDir;
 
-/// Longest wait for a segment.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Longest time to wait for a segment.
+const SEGMENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Programs that use segments.
 pub(super) struct Programs {
@@ -38,12 +38,12 @@ impl Programs {
         self.start_by(Command::new(self.path()), agent, words)
     }
 
-    /// The program.
+    /// Path of the program in C.
     pub fn path(&self) -> PathBuf {
         self.folder.path().join("segments")
     }
 
-    /// Starts it by a command that needs only its arguments.
+    /// Starts the program by a command that needs only its arguments.
     pub fn start_by(&self, mut command: Command, agent: &Path, words: &[&str]) -> Child {
         start(command.args(words).env("LD_LIBRARY_PATH", &self.libraries), agent)
     }
@@ -87,7 +87,7 @@ impl PipedProgram {
         }
     }
 
-    /// What it has written to standard error, when it has ended.
+    /// The program's standard error, read until the program ends.
     pub fn errors(&mut self) -> String {
         let mut errors = String::new();
         let _read = self.program.stderr.take().map(|mut stderr| stderr.read_to_string(&mut errors));
@@ -113,7 +113,7 @@ pub(super) fn end(program: Child) -> String {
 pub(super) struct Relay(Vec<Child>);
 
 impl Relay {
-    /// Starts them at their agents, for a number of turns.
+    /// Starts the programs at their agents, for a number of turns.
     pub fn start(agents: [&Path; 2], turns: u32) -> Self {
         let program = super::examples::rust_example("relay");
         let names = ["first", "second"];
@@ -124,12 +124,12 @@ impl Relay {
         Self(players.into())
     }
 
-    /// Whether one of them has ended.
+    /// Whether one of the programs has ended.
     pub fn has_ended(&mut self) -> bool {
         self.0.iter_mut().any(|player| player.try_wait().expect("it was started").is_some())
     }
 
-    /// Waits for their ends, and checks what they have found.
+    /// Waits for the ends of the programs, and checks their results.
     pub fn assert_success(self, turns: u32) {
         let printed: String = self.0.into_iter().map(end).collect();
         assert!(printed.starts_with(&format!("{turns} turns, {turns}000 visits")), "{printed}");
@@ -144,7 +144,7 @@ pub(super) struct WordCounts {
 }
 
 impl WordCounts {
-    /// Starts them at their agents. The documents come `times` times.
+    /// Starts the programs at their agents. They count the documents `times` times.
     pub fn start(agents: [&Path; 2], program: &Path, partitions: u32, times: usize) -> Self {
         let folder = TempDir::new().expect("a folder");
         let file = folder.path().join("words.txt");
@@ -162,12 +162,12 @@ impl WordCounts {
         Self { players: players.into(), partitions, _folder: folder }
     }
 
-    /// Whether one of them has ended.
+    /// Whether one of the programs has ended.
     pub fn has_ended(&mut self) -> bool {
         self.players.iter_mut().any(|player| player.try_wait().expect("it was started").is_some())
     }
 
-    /// Waits for their ends. They compare the counts by themselves.
+    /// Waits for the ends of the programs, which compare the counts themselves.
     pub fn assert_success(self) {
         let printed: String = self.players.into_iter().map(end).collect();
         let middle = format!(" in {} partitions, ", self.partitions);
@@ -200,9 +200,9 @@ fn programs_of_a_host_hand_segments_to_each_other() {
     Relay::start([agent, agent], 101).assert_success(101);
 }
 
-/// What an operator sees of segments, and does with them.
+/// The commands by which an operator lists, moves and frees segments.
 #[test]
-fn an_operator_has_a_segment_moved_and_freed() {
+fn an_operator_moves_and_frees_a_segment() {
     let cluster = Cluster::up(1, "64M");
     let agent = cluster.agent_socket();
     let programs = Programs::build();
@@ -229,7 +229,7 @@ fn an_operator_has_a_segment_moved_and_freed() {
     expect(&["move", "7", "second", "--timeout", "1ms"], false, "was told that second is to have segment 7");
     std::thread::scope(|scope| {
         let moved = scope.spawn(|| command(&["move", "7", "second"]));
-        let event = first.next_event(Pulling::Ahead, PATIENCE).expect("the agent runs");
+        let event = first.next_event(Pulling::Ahead, SEGMENT_TIMEOUT).expect("the agent runs");
         let Some(Event::Asked { id: 7, process }) = event else { panic!("{event:?}") };
         segment.connect(&process).expect("it is open");
         segment.transfer().expect("it accepts it");
@@ -248,7 +248,7 @@ fn an_operator_has_a_segment_moved_and_freed() {
     expect(&["list"], true, "segments: 0");
 }
 
-/// A process dies in the middle of a change, and the next one goes back to what was synced.
+/// A process dies in the middle of a change, and the next one reverts to the synced copies.
 #[test]
 fn a_segment_is_synced_and_reverted() {
     let cluster = Cluster::up_with(2, "160M", &["--heap-memory", "64M"]);
@@ -274,13 +274,13 @@ fn a_segment_is_synced_and_reverted() {
     drop(segment);
     drop(process);
     let process = eventually("the agent to see that it has ended", || Process::open_at(agent, "first").ok());
-    let received = process.receive(Pulling::Ahead, PATIENCE).expect("the agent runs");
+    let received = process.receive(Pulling::Ahead, SEGMENT_TIMEOUT).expect("the agent runs");
     let mut segment = received.expect("it was left");
     let error = process.restore(7, Duration::ZERO).expect_err("it is not lost");
     assert!(error.to_string().contains("segment 7 cannot be restored: a host has it"), "{error}");
     segment.revert().expect("there are copies");
     assert!(segment.words().iter().zip(&all).all(|(word, value)| word.load(Relaxed) == *value));
-    // Another process goes on from the copies of the first one.
+    // Another process continues from the copies of the first one.
     assert_eq!(segment.sync(2).expect("they serve").written_bytes, 0);
     segment.words()[0].store(0, Relaxed);
     assert_eq!(segment.sync(1).expect("they serve").written_bytes, 64 << 10);
@@ -291,7 +291,7 @@ fn a_segment_is_synced_and_reverted() {
     assert!(segment.words().iter().all(|word| word.load(Relaxed) == 0));
 }
 
-/// Programs in C and C++ sync, and hand over what an operator wants.
+/// Programs in C and C++ sync, and hand over the segments that an operator requests.
 #[test]
 fn programs_in_c_sync_and_are_asked() {
     let cluster = Cluster::up_with(2, "160M", &["--heap-memory", "64M"]);
@@ -330,7 +330,7 @@ fn programs_in_c_sync_and_are_asked() {
     assert_eq!(objects, [0, 0], "all objects of the copies are freed");
 }
 
-/// By descriptors, while the agent is killed and started again all the time.
+/// Segments move by descriptors, while the agent is killed and started again repeatedly.
 #[test]
 fn segments_move_on_a_host_whose_agent_is_killed() {
     const TURNS: u32 = 2000;

@@ -27,7 +27,7 @@ fn check(fabric: &str, replicas: u64) {
     let mut cluster = Cluster::up_with(3, "512M", &["--fabric", fabric]);
     cluster.set_run_options(&["--replicas", &replicas.to_string()]);
     let run = start(&cluster);
-    eventually("the pool to get back what the program has given up", || {
+    eventually("the memory of freed pages to be free in the pool", || {
         let peak = figure(&cluster, "remote_peak_bytes")?;
         let is_small = figure(&cluster, "remote_bytes")? < SPARSE_BYTES * replicas;
         let has_moved = figure(&cluster, "vacated_slabs")? > 0 && figure(&cluster, "repacked_pages")? > 0;

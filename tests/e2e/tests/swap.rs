@@ -213,7 +213,7 @@ fn refusals_have_a_reason() {
     assert_eq!(code, Some(EXIT_FAILED));
     assert!(message.contains("--local 8M"), "{message}");
 
-    // Another user, who has no rights, but can read the program.
+    // Another user without rights, but with read access to the program.
     let public = tempfile::tempdir().expect("a temporary folder can be made");
     std::fs::set_permissions(public.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let copy = public.path().join("aquifer");

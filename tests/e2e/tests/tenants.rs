@@ -52,7 +52,7 @@ fn open(agent: &Path) -> Session {
     Session::open_at(agent).expect("each user can open a session")
 }
 
-/// Asserts that an extent cannot be read, written or freed. That takes two tries of keys.
+/// Asserts that an extent cannot be read, written or freed. This uses two of the session's tries.
 fn assert_closed(session: &mut Session, extent: &Extent) {
     let mut bytes = vec![0; 4096];
     let read = session.read(extent, 0, &mut bytes);
@@ -161,7 +161,7 @@ fn a_storm_of_guesses(agent: &Path, names: &Names, random: &mut Random) -> Strin
 fn noise_in_the_ring(agent: &Path, _: &Names, random: &mut Random) -> String {
     for round in 0..NOISES {
         let socket = connect(agent).expect("the agent listens");
-        send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
+        send_frame(&socket, &Frame::OpenSession, &[]).expect("the agent reads");
         let (frame, fds) = receive_frame(&socket).expect("it answers");
         assert_eq!(frame, Frame::SessionOpened);
         let ring = RingMapping::new(&fds[0]).expect("memory");

@@ -15,7 +15,7 @@ const LIMIT: &str = "32M";
 const WAITING: &str = "#include <unistd.h>\nint main(void) { for (;;) pause(); }\n";
 const REMOVED: &str = "LD_PRELOAD was removed or replaced";
 
-/// Scripts of which a process waits for ever without the shim, and why it has none.
+/// Scripts with a process that waits for ever without the shim, and the reason why it has none.
 fn scripts(folder: &Path) -> Vec<(String, &'static str)> {
     let program = build::compile(folder, "waiting", WAITING, &[]);
     let fixed = build::compile(folder, "fixed", WAITING, &["-static"]);
@@ -76,7 +76,7 @@ fn an_unpaged_process_is_named_once_and_in_the_status() {
     cluster.assert_all_free();
 }
 
-/// However often it is executed.
+/// The program is named once, however often it is executed.
 #[test]
 fn a_program_is_named_once() {
     let cluster = Cluster::up(1, "64M");

@@ -19,7 +19,7 @@ fn check(test: &str) {
     check_with(test, None, 1);
 }
 
-/// `evictions_min`: how many pages must leave.
+/// Runs a check, which must evict at least `evictions_min` pages.
 fn check_with(test: &str, preload: Option<&str>, evictions_min: u64) {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
@@ -255,7 +255,7 @@ fn all_memory_may_be_locked_and_unlocked() {
 }
 
 #[test]
-fn what_is_mapped_where_a_child_did_not_inherit_is_empty() {
+fn a_mapping_where_a_child_did_not_inherit_is_empty() {
     check("dont-fork");
 }
 
@@ -338,7 +338,7 @@ fn children_in_a_pid_namespace_are_known_by_their_outer_numbers() {
     cluster.assert_all_free();
 }
 
-/// As in a container that reaches the agent of its host.
+/// A PID namespace is like a container that reaches the agent of its host.
 #[test]
 fn the_first_process_of_a_pid_namespace_is_paged() {
     if !rustix::process::geteuid().is_root() {
@@ -406,7 +406,7 @@ mod long {
 
     /// gdb can stop and continue a program, but cannot read evicted pages.
     #[test]
-    fn gdb_comes_and_goes() {
+    fn gdb_can_attach_and_detach() {
         const VISITS: usize = 3;
         let cluster = Cluster::up(2, "256M");
         let checker = build::programs().join("checker");

@@ -138,7 +138,7 @@ fn end(run: Running) {
 }
 
 #[test]
-fn a_user_who_fills_the_pool_waits_before_the_others() {
+fn a_user_that_fills_the_pool_waits_before_the_others() {
     if !can_change_user() {
         return;
     }

@@ -1,4 +1,4 @@
-//! What an agent reads from programs, the kernel, the keeper and earlier agents.
+//! Input of an agent from programs, the kernel, the keeper and earlier agents.
 
 use aquifer_extents::fuzz_target::{book_seeds, record_seed, recover_book};
 use aquifer_faults::serve::fuzz_target::{

@@ -69,7 +69,8 @@ fn serve_requests(bytes: &[u8]) -> bool {
     is_open && !whole.is_empty() && !whole.starts_with(b"ERROR") && !whole.starts_with(b"CLIENT_ERROR")
 }
 
-/// Serves requests that arrive in pieces; returns the replies, and whether the connection goes on.
+/// Serves requests that arrive in pieces; returns the replies, and whether the connection stays
+/// open.
 fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
     let hasher = KeyHasher::new(HashSecret([1, 2]));
     let options = StoreOptions {
@@ -135,7 +136,7 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
     (replies, true)
 }
 
-/// What is taken for a usual request, to be forwarded with others, is one for the session.
+/// Checks that a request that `peek` accepts for forwarding is one for the session, too.
 fn check_peek(session: &Session, input: &[u8], value_max: usize, step: Step) {
     if let Some(peeked) = peek(session.protocol(), input, value_max) {
         let is_same = match step {
@@ -148,7 +149,7 @@ fn check_peek(session: &Session, input: &[u8], value_max: usize, step: Step) {
     }
 }
 
-/// Frames of other servers are read without a panic, and what is read is written as the same bytes.
+/// Frames of other servers are read without a panic, and are encoded to the same bytes again.
 fn read_frames(input: &[u8]) -> bool {
     let frame = Frame::read(input);
     if let Ok(frame) = &frame {
@@ -175,7 +176,7 @@ fn frame_seeds() -> Vec<(&'static str, Vec<u8>)> {
     vec![("frame", frame), ("answer", answer)]
 }
 
-/// A value is stored only if it ends as it must.
+/// Checks that a value is stored only if it ends with a line end.
 fn check_first_set(input: &[u8], replies: &[u8]) {
     let Some(rest) = input.strip_prefix(b"set k 0 0 ") else { return };
     let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();

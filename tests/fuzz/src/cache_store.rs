@@ -1,4 +1,4 @@
-//! The items of the cache: what clients do to keys of which many have the same hash.
+//! The items of the cache: operations of clients on keys of which many have the same hash.
 
 use std::collections::BTreeMap;
 
@@ -25,14 +25,14 @@ pub(crate) const STORE: Target = Target {
 const NOW_S: u32 = 100;
 /// The bits that are left of each hash, by the first byte of the input.
 const MASKS: [u64; 4] = [0, 1 << 6, 0x3F << 6, u64::MAX];
-/// Bytes of a value that takes almost a run.
+/// Bytes of a value that fills almost a run.
 const LONG_BYTES: usize = 60_000;
 /// Most steps, so that an input takes little time.
 const STEPS_MAX: usize = 200;
 /// Calls that free what was flushed.
 const EXPIRE_CALLS: usize = 20;
 
-/// A store and what must be in it.
+/// A store and its expected items.
 struct Model {
     store: Store,
     options: StoreOptions,
@@ -70,7 +70,8 @@ impl Source for Local {
     }
 }
 
-/// Carries out the steps that the bytes say, and compares what is read with what was stored.
+/// Carries out the steps that the bytes encode, and compares the items that are read with those
+/// that were stored.
 fn play(bytes: &[u8]) -> bool {
     let Some((&first, steps)) = bytes.split_first() else { return false };
     let mask = MASKS[usize::from(first) % MASKS.len()];
@@ -217,7 +218,7 @@ impl Model {
         self.check_all();
     }
 
-    /// Begins to move the partition, and takes it back.
+    /// Begins to move the partition, and cancels the move.
     fn leave_and_stay(&mut self) {
         self.store.leave(0, NOW_S);
         self.store.stay(0);
@@ -229,7 +230,7 @@ fn name(key: u16) -> Vec<u8> {
     format!("key-{key}").into_bytes()
 }
 
-/// A value that says for which key it is, and which version.
+/// A value with its key and its version.
 fn value(key: u16, version: u32, len: usize) -> Vec<u8> {
     let mut bytes = [&key.to_le_bytes()[..], &version.to_le_bytes()].concat();
     let pattern = [key.to_le_bytes()[0], version.to_le_bytes()[0], 7];

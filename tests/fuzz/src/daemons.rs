@@ -1,4 +1,4 @@
-//! What the keeper and the metrics server receive, and messages of RDMA connections.
+//! Input of the keeper and of the metrics server, and messages of RDMA connections.
 
 use aquifer_fabric_verbs::fuzz_target as verbs;
 use aquifer_keeper::fuzz_target::{frame_seeds, handle_frames};

@@ -1,4 +1,4 @@
-//! What the ends of a fabric connection receive: handshakes, requests, answers and shared memory.
+//! Input of the ends of a fabric connection: handshakes, requests, answers and shared memory.
 
 use std::cell::RefCell;
 use std::io::{self, Read, Write};
@@ -319,7 +319,7 @@ fn read_control(bytes: &[u8]) -> bool {
     for slot in 0..control.endpoints() {
         let _ = (control.state(slot), control.process(slot), control.active(slot));
     }
-    // As an endpoint does with the regions of its welcome.
+    // An endpoint makes the same check with the regions of its welcome.
     for region in 0..control.regions() + 2 {
         let Some(table) = control.table(region) else { continue };
         let placed = PlacedTable::at(region, 4 << 20, &table);

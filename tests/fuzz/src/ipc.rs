@@ -142,7 +142,7 @@ impl RingWords for &HeapWords {
     }
 }
 
-/// Reads what the other side wrote into a ring, as the agent and as the program.
+/// Reads a ring that the other side has written, as the agent and as the program.
 ///
 /// The input has the number of answered requests and of published requests, as u32 each, and then
 /// the first requests. Each of these is followed by its answer.

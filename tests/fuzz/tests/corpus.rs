@@ -98,7 +98,7 @@ fn seeds_are_current_and_accepted() {
     }
 }
 
-/// Otherwise the search in `make test-long` would show nothing.
+/// The corpora must not notice the mutations, or the search in `make test-long` would show nothing.
 #[test]
 fn the_corpora_alone_notice_no_mutation() {
     for target in TARGETS {

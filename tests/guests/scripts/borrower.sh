@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # In the second of two guests: starts an agent on the nodes of the first guest, and runs a command.
-# Has a node killed once the command has pages on it.
+# Causes the kill of a node once the command has pages on it.
 #
 #   borrower.sh AQUIFER LIMIT COMMAND…
 aquifer=$1

@@ -4,7 +4,7 @@
 state=$(mktemp -d)
 export AQUIFER_STATE="$state"
 umask 077
-# The key protects nothing here.
+# The key need not be secret here.
 printf '%064d\n' 1 >"$state/cluster.key"
 
 # daemon NAME ARGUMENTS…: starts a daemon in the background, and waits until it serves; `daemon` is

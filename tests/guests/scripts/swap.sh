@@ -11,7 +11,7 @@ modprobe -a fuse loop
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 "$aquifer" run --swap --local 120M -- "${@:2}" &
 run=$!
-# Waits until the cgroup's limit is of so many MiB, and less than one more.
+# Waits until the cgroup's limit, rounded down to MiB, is this number.
 await_limit() {
     until limit=$(cat /sys/fs/cgroup/aquifer-setup-*/memory.max) && [ $((limit >> 20)) = "$1" ]; do
         kill -0 "$run" || exit 1

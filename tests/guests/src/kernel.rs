@@ -65,7 +65,7 @@ impl Kernel {
         self.folder.join("initrd")
     }
 
-    /// Folder of its modules, named by its version.
+    /// Folder of the kernel's modules, named by its version.
     ///
     /// # Errors
     /// If the package has none.

@@ -123,7 +123,7 @@ fn a_store_of_another_guest_is_read_by_its_device() {
     let packets =
         borrowed.stdout.split("the device has received ").nth(1).and_then(|rest| rest.split(' ').next());
     let packets: u32 = packets.and_then(|count| count.parse().ok()).expect("it says how many");
-    // Of at most 4 KiB each.
+    // Packets have at most 4 KiB each.
     assert!(packets > 48, "the value came another way: {borrowed}");
 }
 

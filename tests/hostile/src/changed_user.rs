@@ -41,7 +41,7 @@ pub fn changed_user() -> bool {
         let _refused = send_frame(socket, frame, &[foreign.as_fd()]);
     }
     for socket in fresh.iter().chain(&sessions).chain(processes.iter().map(|(_, arrivals)| arrivals)) {
-        // What was sent before has been received when the connection is closed.
+        // The closed connection shows that the earlier messages were received.
         let _was_closed = shutdown(socket, Shutdown::Write);
         while receive_frame(socket).is_ok() {}
     }

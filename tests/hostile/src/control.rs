@@ -11,8 +11,8 @@ const ROUNDS: usize = 500;
 /// Size of the memory of such a program. It must be more than the limit of its run.
 const CHILD_BYTES: usize = 48 << 20;
 
-/// Overwrites the control memory of forked children, which evict pages meanwhile and are killed
-/// then, and at last its own, and ends. The second argument says with what.
+/// Overwrites the control memory of forked children, which evict pages meanwhile and are then
+/// killed, and last the own control memory. The second argument names the bytes to write.
 pub fn overwrite() -> bool {
     let bytes = contents();
     for keeps_word in [true, false] {
@@ -26,7 +26,7 @@ pub fn overwrite() -> bool {
             }
         });
         for _ in 0..ROUNDS {
-            // It has none before it is attached.
+            // A child has no control memory before it is attached.
             if let Some(address) = control_address(child) {
                 sys::write_memory(child, address, &bytes);
             }
@@ -37,7 +37,7 @@ pub fn overwrite() -> bool {
     overwrite_own(&bytes)
 }
 
-/// Overwrites the own control memory, says so, and waits for the end of standard input.
+/// Overwrites the own control memory, reports it, and waits for the end of standard input.
 pub fn overwrite_and_wait() -> bool {
     let is_overwritten = overwrite_own(&contents());
     println!("sent");
@@ -56,7 +56,7 @@ fn contents() -> Vec<u8> {
     let mut word = |name: &str| match name {
         "zeros" => 0,
         "ones" => u32::MAX,
-        // The value by which a worker says that it has reported that it is the last process.
+        // The value by which a worker marks that it has reported to be the last process.
         "last" => WORKER_IS_LAST,
         "random" => {
             random ^= random << 13;

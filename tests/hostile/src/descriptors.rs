@@ -22,7 +22,7 @@ use crate::{fuse, identity, sys};
 
 /// Connections with such a descriptor.
 const CONNECTIONS: usize = 24;
-/// Connections that fill what the agent admits of a user.
+/// Connections that use up the agent's limit for a user.
 const CONNECTIONS_BEFORE: usize = 2048;
 /// Userfaultfds of a memory whose lock is held, each on a connection of its own.
 const USERFAULTFDS: usize = 1024;
@@ -88,7 +88,7 @@ pub struct LockedMemory {
 }
 
 impl LockedMemory {
-    /// Makes some. The paths are those of a FUSE device and of an empty folder.
+    /// Creates `count` userfaultfds. The paths are those of a FUSE device and of an empty folder.
     pub fn new(device: &str, folder: &str, count: usize) -> Self {
         let mut mounted = fuse::mount(Path::new(device), Path::new(folder));
         let direct = File::open(Path::new(folder).join("file")).expect("the server opens it");
@@ -189,7 +189,7 @@ pub fn inherited_file() -> bool {
     panic!("{error}");
 }
 
-/// Connects without a look at who listens.
+/// Connects without a check of the listening process.
 fn connect_to(agent: &Path) -> Option<OwnedFd> {
     let socket = frame_socket().ok()?;
     set_socket_timeout(&socket, Timeout::Send, Some(CONNECT_TIMEOUT)).ok()?;
@@ -197,7 +197,7 @@ fn connect_to(agent: &Path) -> Option<OwnedFd> {
     Some(socket)
 }
 
-/// What was sent.
+/// Connections and descriptors of an attack.
 #[derive(Default)]
 struct Attempts {
     connections: Vec<OwnedFd>,
@@ -214,9 +214,9 @@ impl Attempts {
         let sent = match number % 4 {
             0 => send_frame(&socket, &Frame::StatusRequest, &[descriptor]),
             1 => send_frame(&socket, &Frame::Welcome, &[descriptor; 12]),
-            // As if it were a userfaultfd.
+            // Sent as if it were a userfaultfd.
             2 => send_frame(&socket, &identity::hello(RunToken([7; 16]), 0x3000_0000), &[descriptor]),
-            // Behind a request that the agent answers.
+            // Sent behind a request that the agent answers.
             _ => send_frame(&socket, &Frame::StatusRequest, &[])
                 .and_then(|()| send_frame(&socket, &Frame::StatusRequest, &[descriptor])),
         };
@@ -226,8 +226,8 @@ impl Attempts {
         }
     }
 
-    /// Says that all is sent, and waits for the end of standard input. Returns whether a descriptor
-    /// was sent.
+    /// Reports that all is sent, and waits for the end of standard input. Returns whether a
+    /// descriptor was sent.
     fn wait(self) -> bool {
         println!("sent");
         let _end = std::io::stdin().read(&mut [0]);

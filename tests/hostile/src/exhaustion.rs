@@ -23,7 +23,7 @@ pub fn sparse() -> bool {
     false
 }
 
-/// Fills as many MiB of memory as the second argument says, says so, and waits for the end of
+/// Fills as many MiB of memory as the second argument says, reports it, and waits for the end of
 /// standard input.
 pub fn fill() -> bool {
     let mib = std::env::args().nth(2).and_then(|text| text.parse::<usize>().ok()).expect("a size");
@@ -36,7 +36,7 @@ pub fn fill() -> bool {
     true
 }
 
-/// Connections, runs, sessions and segments in the agent, as many as a user gets.
+/// Connections, runs, sessions and segments in the agent, up to the share of a user.
 #[derive(Default)]
 struct Held {
     connections: Vec<OwnedFd>,
@@ -77,7 +77,7 @@ impl Held {
         self.request(&Frame::OpenSession).is_some()
     }
 
-    /// A connection of a process that says again and again that it lives.
+    /// Opens a connection with the keep-alives of a process.
     fn open_pulse(&mut self) -> bool {
         self.request(&Frame::SegmentCall("\"pulse\"".into())).is_some()
     }
@@ -114,8 +114,9 @@ impl Held {
     }
 }
 
-/// Takes runs, sessions, connections and segments of the agent until all are refused, says so, and
-/// tries on until standard input ends. Returns whether all refusals name the share of the user.
+/// Opens runs, sessions, connections and segments at the agent until all are refused, reports it,
+/// and continues to try until standard input ends. Returns whether all refusals name the share of
+/// the user.
 pub fn use_up_descriptors() -> bool {
     sys::raise_descriptor_limit();
     let mut held = Held::default();

@@ -27,7 +27,7 @@ const DIRECT_IO: u64 = 1;
 pub struct Mounted {
     pub file: File,
     pub server: i32,
-    /// Gets a byte for each READ.
+    /// A pipe with a byte for each READ.
     pub reads: PipeReader,
 }
 
@@ -46,7 +46,8 @@ pub fn mount(device: &Path, folder: &Path) -> Mounted {
     mount_here(device, folder, || true)
 }
 
-/// The same with the rights of root, in a mount namespace. Closes wait once `is_waiting`.
+/// Mounts a file system with the rights of root, in a mount namespace of this process. Closes wait
+/// once `is_waiting` returns true.
 pub fn mount_as_root(device: &Path, folder: &Path, is_waiting: impl Fn() -> bool) -> Mounted {
     // SAFETY: this process has one thread.
     let result = unsafe {
@@ -72,7 +73,7 @@ fn mount_here(device: &Path, folder: &Path, is_waiting: impl Fn() -> bool) -> Mo
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
     let (reads, mut has_read) = std::io::pipe().expect("a pipe");
     let child = sys::fork(|| {
-        // Who reads what this program prints does not wait for the server.
+        // A reader of this program's output must not wait for the end of the server.
         let null = OpenOptions::new().write(true).open("/dev/null").expect("it is there");
         rustix::stdio::dup2_stdout(&null).and_then(|()| rustix::stdio::dup2_stderr(&null)).expect("open");
         serve(&mut server, is_waiting, &mut has_read)

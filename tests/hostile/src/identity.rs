@@ -82,7 +82,7 @@ pub fn foreign_userfaultfd() -> bool {
     };
     let (refused, _) = say(&foreign, CANARY);
     println!("{refused:?}");
-    // What is refused is the other's: the same hello with the own one is accepted.
+    // Only the other process' userfaultfd is refused: a hello with the own one is accepted.
     let (welcome, _socket) = say(&own, CANARY + PAGE);
     println!("{welcome:?}");
     sys::kill(child);
@@ -136,7 +136,7 @@ fn hold_up_monitor(pages: &[u64]) -> bool {
             }
         };
         std::thread::spawn(spin);
-        // Waits for ever when the monitor does, and keeps it awake before.
+        // Waits for ever when the monitor hangs, and keeps it awake before.
         std::hint::black_box(pages.iter().step_by(PAGE / 8).sum::<u64>());
     });
     let mut found = [0];

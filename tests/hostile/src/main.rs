@@ -1,5 +1,5 @@
 //! A hostile program of an ordinary user: `attacker ATTACK`. It exits with 0 if the attack was
-//! repelled, and prints what the agent answered.
+//! repelled, and prints the agent's answer.
 
 mod changed_user;
 mod control;

@@ -56,8 +56,9 @@ pub fn kept_segments() -> bool {
     memory.metadata().expect("it is open").blocks() == 0
 }
 
-/// Has the faults of a segment served from userfaultfds of a memory whose lock a process holds for
-/// ever, one after the other. The arguments are the path of a FUSE device and an empty folder.
+/// Registers userfaultfds for the faults of a segment, one after the other. They are of a memory
+/// whose lock a process holds for ever. The arguments are the path of a FUSE device and an empty
+/// folder.
 pub fn locked_segments() -> bool {
     let argument = |number| std::env::args().nth(number).expect("a path");
     // Before this process enters a namespace, where the agent's user has no number.
@@ -71,7 +72,7 @@ pub fn locked_segments() -> bool {
         if !call(&arrivals, r#"{"serve":{"id":1,"pulls":false}}"#, &[userfaultfd.as_fd()]) {
             break;
         }
-        // The agent's is to be the last, and this close waits if it has none.
+        // The agent must have the last descriptor. If it has none, this close waits.
         std::thread::spawn(move || drop(userfaultfd));
     }
     // All have been received when this is answered.

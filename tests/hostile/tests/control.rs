@@ -4,14 +4,14 @@ use aquifer_tests_e2e::restart::restart_agent;
 
 use crate::user::{Attack, Victim};
 
-/// Names of what the attacker writes.
+/// Names of the bytes that the attacker writes.
 const CONTENTS: [&str; 4] = ["zeros", "ones", "last", "random"];
 
 #[test]
 fn a_run_ends_although_its_control_memory_was_overwritten() {
     let victim = Victim::up();
     for contents in CONTENTS {
-        // The agent may end it when its worker fails.
+        // The agent may end the program when its worker fails.
         let output = victim.paged_attacker("overwrite-control", "16M").arg(contents).output();
         let _ended = output.expect("setpriv can be started");
         victim.0.cluster.assert_all_free();

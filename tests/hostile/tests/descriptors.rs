@@ -33,7 +33,8 @@ fn repels(victim: &Victim, attack: &mut Command) {
     repels_and_restarts(victim, attack, restart_agent);
 }
 
-/// The same with a way to kill the agent and to start another.
+/// Checks that others are served during an attack, also after `restart` has replaced a killed
+/// agent, and that the cluster can be stopped.
 fn repels_and_restarts(victim: &Victim, attack: &mut Command, restart: impl FnOnce(&Cluster)) {
     let running = Attack::start(attack);
     serves_others(victim);
@@ -76,7 +77,7 @@ fn files_whose_close_waits_stop_no_other_user_without_passrights() {
     waiting_files(&Victim::up_in(&WITHOUT_PASSRIGHTS));
 }
 
-/// Kills the agent, of which something may be left as long as an attack lasts, and starts another.
+/// Kills the agent, whose process may remain as long as an attack lasts, and starts another.
 fn replace_agent(cluster: &Cluster) {
     let agent = cluster.daemon("agent", None);
     processes::signal(agent, Signal::KILL);
@@ -136,7 +137,7 @@ mod long {
         processes::signal(server, Signal::KILL);
     }
 
-    /// The supervisor notices it although the process does not end.
+    /// The supervisor detects the killed agent although the process does not end.
     #[test]
     fn an_agent_that_cannot_end_is_replaced_by_the_supervisor() {
         let victim = Victim::of(SharedCluster::up_with_supervisor(2));

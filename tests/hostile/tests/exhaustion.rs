@@ -41,7 +41,7 @@ fn small_victim() -> Victim {
     Victim::of(SharedCluster::up_through(2, start))
 }
 
-/// Checks that another user's program runs while users take all that they get of the agent.
+/// Checks that another user's program runs while users use up their shares of the agent.
 fn leave_descriptors(users: &[u32]) {
     let victim = small_victim();
     let attack = |user: &u32| Attack::start(&mut victim.attacker_as(*user, "use-up-descriptors"));
@@ -71,7 +71,7 @@ fn a_user_has_one_share_with_all_of_its_ids() {
 #[test]
 fn an_idle_run_does_not_keep_the_mempool_from_others() {
     let victim = Victim::of(SharedCluster::up_with(2, &["--mempool", "16M"]));
-    // Its share is as large as the mempool.
+    // The share of the run is as large as the mempool.
     let idle = Attack::start(victim.paged_attacker("fill", "512M").arg("700"));
     let program = victim.0.path("attacker");
     let words = ["run", "--local", "16M", "--", program.to_str().expect("a plain path"), "fill", "160"];

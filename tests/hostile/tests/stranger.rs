@@ -19,7 +19,8 @@ fn listen(victim: &Victim) -> (Child, PathBuf) {
     (stranger, path)
 }
 
-/// Points a command at the stranger, and checks that it says who listens and sends nothing.
+/// Points a command at the stranger, and checks that it reports the user that listens and sends
+/// nothing.
 fn refuses(victim: &Victim, make: impl FnOnce(&Path) -> Command) {
     let (mut stranger, path) = listen(victim);
     let output = make(&path).output().expect("setpriv can be started");

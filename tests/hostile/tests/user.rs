@@ -21,7 +21,7 @@ impl Victim {
         Self::up_in(&[])
     }
 
-    /// The same with environment variables for the daemons.
+    /// A cluster of root with environment variables for its daemons.
     pub fn up_in(environment: &[(&str, &str)]) -> Self {
         assert!(rustix::process::geteuid().is_root(), "only root can run a cluster for other users");
         Self::of(SharedCluster::up_in(environment, 2, &[]))
@@ -64,7 +64,7 @@ impl Victim {
         self.0.command(MALLORY, &words)
     }
 
-    /// Runs an attack and checks that it was repelled, and that nothing of it is left.
+    /// Runs an attack and checks that it was repelled, and that all its memory is free.
     pub fn repels(&self, attack: &mut Command) -> Output {
         let output = attack.output().expect("setpriv can be started");
         let said = text(&output.stdout) + &text(&output.stderr);
@@ -74,7 +74,7 @@ impl Victim {
     }
 }
 
-/// An attack that goes on.
+/// An attack in progress.
 pub struct Attack(Child);
 
 impl Attack {

@@ -9,7 +9,7 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
-/// What etcd logs when a member serves, in version 3.4 and newer.
+/// The log text of a member of etcd that serves, in version 3.4 and newer.
 const READY: &str = "ready to serve client requests";
 /// Attempts to start: another process may use a port that was free before.
 const ATTEMPTS_MAX: u32 = 5;

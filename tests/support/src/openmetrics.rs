@@ -7,8 +7,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// Timeout for an answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Longest time to wait for an answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A value of a metric.
 #[derive(Clone, PartialEq, Debug)]
@@ -211,13 +211,13 @@ pub fn send_request(address: &str, request: &[u8]) -> io::Result<HttpAnswer> {
     match address.strip_prefix("unix:") {
         Some(path) => {
             let mut stream = UnixStream::connect(Path::new(path))?;
-            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
             stream.write_all(request)?;
             read_answer(stream)
         }
         None => {
             let mut stream = TcpStream::connect(address)?;
-            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
             stream.write_all(request)?;
             let answer = read_answer(&stream);
             let _gone = stream.shutdown(Shutdown::Both);

@@ -1,7 +1,8 @@
 //! A relay that forwards TCP connections, and can delay, stop and cut them as a network does, all
 //! or those of one process.
 //!
-//! It listens in the network namespace of the thread that starts it, and connects from there.
+//! The relay listens in the network namespace of the thread that starts it, and connects from
+//! there.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -29,7 +30,7 @@ enum RelayMode {
 #[derive(Debug)]
 struct RelayState {
     mode: RelayMode,
-    /// The process whose bytes are not forwarded, as if it was cut off from the network.
+    /// The process whose bytes are not forwarded, as if it were cut off from the network.
     cut_off: Option<u32>,
     /// The relay was dropped.
     is_dropped: bool,
@@ -40,7 +41,7 @@ struct RelayState {
 #[derive(Debug)]
 struct Connection {
     pair: [TcpStream; 2],
-    /// Whether the process that has opened it is cut off.
+    /// Whether the process that has opened the connection is cut off.
     is_cut_off: bool,
 }
 
@@ -106,7 +107,7 @@ impl TcpRelay {
         self.shared.set(RelayMode::Cut);
     }
 
-    /// Forwards again, first what was queued.
+    /// Resumes forwarding, first of the queued bytes.
     pub fn resume(&self) {
         self.shared.set(RelayMode::Open);
     }

@@ -10,7 +10,7 @@ const READS_MAX: usize = 50;
 /// Returns the process with a connected IPv4 socket of this local address, or `None` if it has
 /// closed the socket or is another user's.
 ///
-/// Looks only in the network namespace of this process.
+/// Searches only the network namespace of this process.
 #[must_use]
 pub fn socket_owner(local: SocketAddr) -> Option<u32> {
     let SocketAddr::V4(local) = local else { return None };

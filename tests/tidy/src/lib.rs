@@ -1,4 +1,4 @@
-//! Reads what the rules of the code base are about: files, tables and words of the project.
+//! Reads the files, tables and words of the project that the rules of the code base check.
 //!
 //! The rules are this crate's tests, one test for each rule.
 

@@ -3,9 +3,9 @@
 /// A line of a Markdown file outside code blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ProseLine<'a> {
-    /// Its number, counted from 1.
+    /// The line's number, counted from 1.
     pub number: usize,
-    /// Its text.
+    /// The line's text.
     pub text: &'a str,
 }
 
@@ -48,7 +48,7 @@ pub fn code_spans(line: &str) -> impl Iterator<Item = &str> {
     line.split('`').skip(1).step_by(2).take(ends)
 }
 
-/// The targets of the links on a line: what stands between `](` and `)`.
+/// The targets of the links on a line: the texts between `](` and `)`.
 pub fn link_targets(line: &str) -> impl Iterator<Item = &str> {
     line.split("](").skip(1).filter_map(|rest| rest.split(')').next())
 }

@@ -57,7 +57,7 @@ fn link_path(document: &str, target: &str) -> String {
     path.display().to_string()
 }
 
-/// What is wrong with a link, if anything is.
+/// The defect of a link; `None` if it is valid.
 fn broken_link(document: &ProjectFile, target: &str) -> Option<String> {
     if target.starts_with("https://") || target.starts_with("http://") {
         return None;
@@ -234,7 +234,7 @@ fn every_format_document_names_golden_tests_that_exist() {
     assert_no_violations("each format document names its golden tests below the title:", &violations);
 }
 
-/// SECURITY.md says what no party can do; each test that it names must exist.
+/// SECURITY.md names the tests of its claims; each must exist.
 #[test]
 fn the_tests_that_security_md_names_exist() {
     let text = std::fs::read_to_string(root().join("SECURITY.md")).expect("the file is there");
@@ -252,7 +252,7 @@ fn the_tests_that_security_md_names_exist() {
     assert_no_violations("SECURITY.md names tests that do not exist:", &missing);
 }
 
-/// `aquifer check` shows it.
+/// `aquifer check` shows this list.
 #[test]
 fn the_readme_has_the_list_of_what_is_not_supported() {
     let read = |path: &str| std::fs::read_to_string(root().join(path)).expect("it exists");

@@ -25,7 +25,7 @@ const COMMENT_MARKERS: [(&str, &[&str]); 9] = [
     ("socket", &["#"]),
     ("sql", &["--"]),
 ];
-/// Words with which no doc comment begins, because the reader has to look for what they stand for.
+/// Words with which no doc comment begins, because the reader would have to find their noun.
 const BANNED_FIRST_WORDS: [&str; 13] = [
     "Its", "It", "Of", "That", "The same", "Their", "These", "They", "This", "Those", "What", "Which", "Who",
 ];

@@ -1,7 +1,7 @@
 //! `aquifer bench`: measures Aquifer beside its peers and lower bounds, in one run, on one machine.
 //!
-//! Machines are noisy, so a bench runs the compared ways in alternation, takes ratios within one
-//! round, and reports their spread over the rounds. A missed target is printed as missed. The
+//! Machines are noisy, so a bench measures all compared systems in each round, takes ratios within
+//! one round, and reports their spread over the rounds. A missed target is printed as missed. The
 //! command fails only if something could not be measured, or data were wrong.
 
 mod alloc;

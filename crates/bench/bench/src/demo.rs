@@ -3,7 +3,7 @@
 
 mod picture;
 mod program;
-mod ways;
+mod runs;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -19,7 +19,7 @@ use aquifer_swap::setup::cleanup_stale;
 use clap::Args;
 
 use program::Program;
-use ways::{Stage, Way};
+use runs::{DemoRun, Stage};
 
 /// The limit of the other runs is the plain run's peak divided by this.
 const LIMIT_DIVISOR: u64 = 4;
@@ -52,22 +52,22 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     let program = Program::find(folder.path())?;
     say_line!("{}\n", program.about());
     let mut stage = Stage::new(program, folder.path().to_owned());
-    let plain = stage.run(Way::Plain)?;
+    let plain = stage.run(DemoRun::Plain)?;
     say_line!("{}", plain.line());
     let limit_bytes = (plain.resident_peak_bytes / LIMIT_DIVISOR / MIB).max(8) * MIB;
     say_line!("{:<12} the limit of the next runs is {}, a quarter of that peak", "", show_bytes(limit_bytes));
     let mut played = vec![plain];
 
     let cluster = Cluster::up(played[0].resident_peak_bytes.max(NODE_BYTES_MIN), Fabric::Shm, None)?;
-    played.push(stage.run(Way::Pool { cluster: &cluster, limit_bytes })?);
+    played.push(stage.run(DemoRun::Pool { cluster: &cluster, limit_bytes })?);
     drop(cluster);
     say_line!("{}", played[1].line());
-    compare(folder.path(), Way::POOL, &played)?;
+    compare(folder.path(), DemoRun::POOL, &played)?;
 
     let swap_bytes = 2 * played[0].resident_peak_bytes;
-    let mut swap = stage.run(Way::Swap { limit_bytes, swap_bytes })?;
+    let mut swap = stage.run(DemoRun::Swap { limit_bytes, swap_bytes })?;
     if swap.failure.is_none()
-        && let Err(error) = compare(folder.path(), Way::SWAP, &played)
+        && let Err(error) = compare(folder.path(), DemoRun::SWAP, &played)
     {
         swap.failure = Some(error.to_string());
     }
@@ -89,10 +89,10 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
 ///
 /// # Errors
 /// If they differ, or the plain output is empty.
-fn compare(folder: &Path, way: &str, played: &[ways::Played]) -> Result<(), BenchError> {
+fn compare(folder: &Path, run: &str, played: &[runs::Played]) -> Result<(), BenchError> {
     let path = |name: &str| folder.join(name);
     let read = |path: &Path| std::fs::read(path).map_err(BenchError::io("read", path));
-    let (plain, other) = (path(Way::PLAIN), path(way));
+    let (plain, other) = (path(DemoRun::PLAIN), path(run));
     if read(&plain)? == read(&other)? && played[0].output_bytes > 0 {
         return Ok(());
     }
@@ -102,9 +102,9 @@ fn compare(folder: &Path, way: &str, played: &[ways::Played]) -> Result<(), Benc
         Ok::<_, BenchError>(to)
     };
     Err(BenchError::OutputDiffers {
-        way: way.into(),
+        context: run.into(),
         plain: keep(&plain, "plain")?,
-        other: keep(&other, &way.replace(' ', "-"))?,
+        other: keep(&other, &run.replace(' ', "-"))?,
     })
 }
 
@@ -115,13 +115,13 @@ mod tests {
     #[test]
     fn a_differing_byte_is_found_and_both_outputs_are_kept() {
         let folder = tempfile::tempdir().unwrap();
-        let played = [ways::Played { output_bytes: 3, ..ways::Played::default() }];
+        let played = [runs::Played { output_bytes: 3, ..runs::Played::default() }];
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
-        write(Way::PLAIN, "abc");
-        write(Way::POOL, "abc");
-        assert!(compare(folder.path(), Way::POOL, &played).is_ok());
-        write(Way::POOL, "abd");
-        match compare(folder.path(), Way::POOL, &played) {
+        write(DemoRun::PLAIN, "abc");
+        write(DemoRun::POOL, "abc");
+        assert!(compare(folder.path(), DemoRun::POOL, &played).is_ok());
+        write(DemoRun::POOL, "abd");
+        match compare(folder.path(), DemoRun::POOL, &played) {
             Err(BenchError::OutputDiffers { plain, other, .. }) => {
                 assert_eq!(std::fs::read_to_string(&plain).unwrap(), "abc");
                 assert_eq!(std::fs::read_to_string(&other).unwrap(), "abd");

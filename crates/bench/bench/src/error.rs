@@ -39,13 +39,13 @@ pub enum BenchError {
     /// A heap of objects cannot be used.
     #[error("the heap cannot be used: {reason}")]
     Heap {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A segment cannot be used.
     #[error("a segment cannot be used: {reason}")]
     Segment {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A trace is not valid.
@@ -70,31 +70,31 @@ pub enum BenchError {
     Cluster {
         /// The command.
         what: &'static str,
-        /// Its exit status.
+        /// The exit status.
         status: String,
-        /// Its output.
+        /// The output of the command.
         message: String,
     },
     /// A measured program failed.
-    #[error("{program} failed ({way}; {status}): {message}")]
+    #[error("{program} failed ({context}; {status}): {message}")]
     Program {
         /// The program.
         program: String,
-        /// The way in which it ran.
-        way: String,
-        /// Its exit status.
+        /// The configuration or operation of the program.
+        context: String,
+        /// The exit status.
         status: String,
-        /// Its output.
+        /// The output of the program.
         message: String,
     },
     /// A measured program printed no valid results.
-    #[error("{program} printed no valid results ({way}): {text:?}")]
+    #[error("{program} printed no valid results ({context}): {text:?}")]
     Figures {
         /// The program.
         program: String,
-        /// The way in which it ran.
-        way: String,
-        /// Its output.
+        /// The configuration or operation of the program.
+        context: String,
+        /// The output of the program.
         text: String,
     },
     /// A measured server does not work.
@@ -106,12 +106,12 @@ pub enum BenchError {
         reason: String,
     },
     /// A measured program returned wrong data.
-    #[error("{program} returned wrong data ({way}): {what}")]
+    #[error("{program} returned wrong data ({context}): {what}")]
     Wrong {
         /// The program.
         program: String,
-        /// The way in which it ran.
-        way: String,
+        /// The configuration or operation of the program.
+        context: String,
         /// The found and the expected data.
         what: String,
     },
@@ -129,7 +129,7 @@ pub enum BenchError {
         /// The given name.
         name: String,
     },
-    /// This percentage of a program's memory is not measured.
+    /// The bench does not measure with this percentage of a program's memory.
     #[error("--fit {percent} is not measured; give one of {}", list(fits))]
     NoSuchFit {
         /// The given percentage.
@@ -140,15 +140,15 @@ pub enum BenchError {
     /// The demo's program or its input is not installed.
     #[error("the demo needs {what}, which is not installed; install it with scripts/install-deps.sh demo")]
     Missing {
-        /// What is missing.
+        /// The missing program or input.
         what: &'static str,
     },
     /// The output of a run differs from that of the plain run.
-    #[error("the output ({way}) differs from that of the plain run; compare {plain} with {other}",
+    #[error("the output ({context}) differs from that of the plain run; compare {plain} with {other}",
         plain = plain.display(), other = other.display())]
     OutputDiffers {
-        /// The way in which it ran.
-        way: String,
+        /// The name of the differing run.
+        context: String,
         /// The plain run's output.
         plain: PathBuf,
         /// The other output.
@@ -175,7 +175,7 @@ pub enum BenchError {
             memory, and prints other errors itself"
     )]
     ServingProcess {
-        /// Its exit status.
+        /// The exit status.
         status: String,
     },
     /// A picture cannot be drawn.

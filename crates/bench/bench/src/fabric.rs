@@ -2,7 +2,7 @@
 //!
 //! - `info` lists devices.
 //! - `check` tests and measures operations over a connection to another host, where `lend` serves.
-//! - `messages` has the messages between both.
+//! - `messages` encodes the messages between both.
 
 pub mod arguments;
 mod check;

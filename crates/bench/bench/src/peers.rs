@@ -58,7 +58,7 @@ impl PeerSetup {
     /// Sets up `peer` with `swap_bytes` of swap, for programs with `limit_bytes` of memory
     /// (anonymous memory and page cache together).
     ///
-    /// Leaves nothing behind on failure.
+    /// Undoes all steps if one fails.
     pub fn new(peer: Peer, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
         for (what, bytes) in [("memory limit", limit_bytes), ("swap device", swap_bytes)] {
             if !SIZE_BYTES.contains(&bytes) {
@@ -68,7 +68,7 @@ impl PeerSetup {
         if !rustix::process::geteuid().is_root() {
             return Err(SetupError::NotRoot);
         }
-        // From here on an early return drops the record, which undoes its steps.
+        // From now on an early return drops the record, which undoes its steps.
         let mut record = SetupRecord::create()?;
         let cgroup = Cgroup::create(&mut record, limit_bytes, swap_bytes)?;
         let zram = match peer {
@@ -100,30 +100,29 @@ impl PeerSetup {
         Ok(cgroup::command(program.as_ref(), self.cgroup.procs()?))
     }
 
-    /// Runs `work` while programs that find no memory wait and retry, where the kernel supports
-    /// that.
+    /// Runs `work` while programs that find no memory wait and retry, if the kernel supports that.
     ///
-    /// Otherwise the kernel would kill them although there is free swap. Also returns whether a
+    /// Without that, the kernel would kill them although there is free swap. Also returns true if a
     /// program had to wait: then one of its system calls may have failed for lack of memory.
-    pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
+    pub fn with_oom_waits<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
         self.cgroup.set_oom_waits(true)?;
         let (done, is_done) = mpsc::channel::<()>();
         std::thread::scope(|scope| {
-            let attendant = scope.spawn(move || {
+            let waiter = scope.spawn(move || {
                 let mut oom_wait = OomWait::default();
-                let mut was_in_want = false;
+                let mut has_waited = false;
                 while let Err(RecvTimeoutError::Timeout) = is_done.recv_timeout(RETRY_PAUSE) {
                     oom_wait.poll(&self.cgroup)?;
-                    was_in_want |= !matches!(oom_wait, OomWait::None);
+                    has_waited |= !matches!(oom_wait, OomWait::None);
                 }
-                // From here on the kernel may kill remaining programs.
+                // From now on the kernel may kill the remaining programs.
                 self.cgroup.set_oom_waits(false)?;
-                Ok(was_in_want)
+                Ok(has_waited)
             });
             let result = work();
             drop(done);
-            let was_in_want = attendant.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            Ok((result, was_in_want))
+            let has_waited = waiter.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok((result, has_waited))
         })
     }
 
@@ -136,7 +135,7 @@ impl PeerSetup {
         Ok(usage)
     }
 
-    /// Removes cgroup and device and returns errors, which dropping ignores.
+    /// Removes cgroup and device, and returns errors. Dropping a setup ignores errors.
     pub fn close(mut self) -> Result<(), SetupError> {
         self.record.undo()
     }

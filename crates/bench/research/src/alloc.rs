@@ -1,12 +1,12 @@
 //! `aquifer-research alloc`: the cost of allocating an extent under a cost model of RDMA, beside
 //! peers, after the evaluation of FineMem (OSDI 2025; design.md, section 15).
 
+pub mod allocators;
 mod ladder;
 mod metadata;
 mod model;
-mod ours;
+mod pool_client;
 mod recovery;
-pub mod ways;
 pub mod words;
 
 use std::collections::BTreeMap;
@@ -21,15 +21,15 @@ use aquifer_bench::support::spread::{Spread, short};
 use aquifer_pool::SizeClass;
 
 use crate::ResearchArgs;
+use allocators::Allocator;
 use model::{Load, ModelResult, Scene, play};
-use ways::Way;
 
 /// Targets, for `aquifer-research list`.
 pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, no slower than the best \
     peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 \
     (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; recovery of a million chunks ≤ 2 s";
 
-/// 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB, 2 MiB.
+/// Size classes of the tables: 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB and 2 MiB.
 const CLASSES: [u8; 6] = [0, 3, 4, 5, 7, 9];
 const CLIENTS: [usize; 5] = [1, 4, 16, 64, 128];
 const NODES: [usize; 4] = [1, 2, 4, 6];
@@ -39,7 +39,7 @@ const CLIENTS_AT_NODES: usize = 64;
 const CLIENTS_MAX: usize = 512;
 /// Clients that replay a trace.
 const REPLAY_CLIENTS: usize = 16;
-/// 3 GiB: as much on 1, 2, 4 or 6 nodes.
+/// Sections of all nodes together: 3 GiB, on 1, 2, 4 or 6 nodes.
 const SECTIONS: u32 = 1536;
 
 /// Amount of work.
@@ -103,11 +103,11 @@ fn replay(path: &Path, quick: bool, volume: Volume) -> Result<Report, BenchError
         short(last_s)
     ));
     let mut rows = Vec::new();
-    for way in Way::ALL {
-        let scene = Scene { way, clients: REPLAY_CLIENTS, nodes: 1, sections: SECTIONS };
+    for allocator in Allocator::ALL {
+        let scene = Scene { allocator, clients: REPLAY_CLIENTS, nodes: 1, sections: SECTIONS };
         let outcomes: Result<Vec<ModelResult>, String> =
             (0..volume.seeds).map(|seed| play(&scene, &Load::Trace(&arrivals), seed)).collect();
-        rows.push(row(way, &outcomes.map_err(|reason| BenchError::Allocator { reason })?));
+        rows.push(row(allocator, &outcomes.map_err(|reason| BenchError::Allocator { reason })?));
     }
     rows.reverse();
     report.tables.push(table(format!("trace with the cost model: {REPLAY_CLIENTS} clients, 1 node"), rows));
@@ -124,7 +124,7 @@ struct Case {
 
 #[derive(Debug)]
 struct Played {
-    way: Way,
+    allocator: Allocator,
     case: Case,
     outcomes: Vec<ModelResult>,
 }
@@ -153,18 +153,18 @@ fn cases() -> Vec<Case> {
 impl Scenes {
     fn play_all(&mut self) -> Result<(), BenchError> {
         let cases = cases();
-        let bar = progress::bar(cases.len() * Way::ALL.len());
+        let bar = progress::bar(cases.len() * Allocator::ALL.len());
         for case in cases {
-            for way in Way::ALL {
-                bar.set_message(format!("{}, {}", way.name(), case.name()));
+            for allocator in Allocator::ALL {
+                bar.set_message(format!("{}, {}", allocator.name(), case.name()));
                 let Case { k, clients, nodes } = case;
                 let class = SizeClass::new(k).unwrap_or(SizeClass::SECTION);
                 let load = Load::Closed { class, allocations: self.volume.allocations };
-                let scene = Scene { way, clients, nodes, sections: SECTIONS };
+                let scene = Scene { allocator, clients, nodes, sections: SECTIONS };
                 let outcomes = (0..self.volume.seeds).map(|seed| play(&scene, &load, seed));
                 let outcomes: Result<_, _> = outcomes.collect();
                 let outcomes = outcomes.map_err(|reason| BenchError::Allocator { reason })?;
-                self.played.push(Played { way, case, outcomes });
+                self.played.push(Played { allocator, case, outcomes });
                 bar.inc(1);
             }
         }
@@ -172,8 +172,8 @@ impl Scenes {
         Ok(())
     }
 
-    fn of(&self, way: Way, case: Case) -> Option<&Played> {
-        self.played.iter().find(|played| played.way == way && played.case == case)
+    fn of(&self, allocator: Allocator, case: Case) -> Option<&Played> {
+        self.played.iter().find(|played| played.allocator == allocator && played.case == case)
     }
 
     fn tables(&self) -> Vec<Table> {
@@ -181,9 +181,9 @@ impl Scenes {
     }
 
     fn table(&self, case: Case) -> Table {
-        let rows = Way::ALL.iter().rev().filter_map(|way| {
-            let played = self.of(*way, case)?;
-            Some(row(*way, &played.outcomes))
+        let rows = Allocator::ALL.iter().rev().filter_map(|allocator| {
+            let played = self.of(*allocator, case)?;
+            Some(row(*allocator, &played.outcomes))
         });
         table(format!("cost model: {}", case.name()), rows.collect())
     }
@@ -191,14 +191,15 @@ impl Scenes {
     fn targets(&self) -> Vec<Target> {
         let mut targets = Vec::new();
         for case in cases().into_iter().filter(|case| case.clients >= 16) {
-            let Some(ours) = self.of(Way::Ours, case) else { continue };
-            let ratio = |way| Spread::of_ratios(&ours.means(), &self.of(way, case)?.means());
+            let Some(ours) = self.of(Allocator::Pool, case) else { continue };
+            let ratio = |allocator| Spread::of_ratios(&ours.means(), &self.of(allocator, case)?.means());
             let mut target = |name: String, value: Option<Spread>, bound| {
                 targets.extend(value.map(|value| Target { name, value, bound, at_most: true }));
             };
             let name = case.name();
-            target(format!("{name}: ÷ registered on demand"), ratio(Way::OnDemandRpc), 0.05);
-            let peers = [Way::Rpc, Way::RpcWindow, Way::Array].into_iter().filter_map(ratio);
+            target(format!("{name}: ÷ registered on demand"), ratio(Allocator::OnDemandRpc), 0.05);
+            let peers =
+                [Allocator::Rpc, Allocator::RpcWindow, Allocator::Array].into_iter().filter_map(ratio);
             let closest = peers.max_by(|one, other| one.median.total_cmp(&other.median));
             target(format!("{name}: ÷ the best peer"), closest, 1.0);
             if case.clients == CLIENTS_MAX {
@@ -250,7 +251,7 @@ fn table(title: String, rows: Vec<Row>) -> Table {
     Table { title, columns, pictured: Some("mean µs"), ratio: None, rows }
 }
 
-fn row(way: Way, outcomes: &[ModelResult]) -> Row {
+fn row(allocator: Allocator, outcomes: &[ModelResult]) -> Row {
     let figure =
         |of: &dyn Fn(&ModelResult) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
     let figures = [
@@ -265,5 +266,5 @@ fn row(way: Way, outcomes: &[ModelResult]) -> Row {
     ];
     let figures: BTreeMap<_, _> =
         figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
-    Row { name: way.name().into(), figures }
+    Row { name: allocator.name().into(), figures }
 }

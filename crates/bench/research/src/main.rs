@@ -1,5 +1,5 @@
 //! The binary `aquifer-research`: benches that replay figures on a model. They compare parts of the
-//! product with ways that the product does not have.
+//! product with alternatives that the product does not have.
 
 #![forbid(unsafe_code)]
 

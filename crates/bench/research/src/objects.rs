@@ -1,4 +1,4 @@
-//! `aquifer-research objects`: what compaction saves, after the figures of CoRM (SIGMOD 2021).
+//! `aquifer-research objects`: memory saved by compaction, after the figures of CoRM (SIGMOD 2021).
 //!
 //! Figures 8 and 15 are measured in this process. Figures 7 and 17 to 19 are simulated with the
 //! product's blocks, without bytes: by the product's packing, and with the ids of the paper and of
@@ -85,7 +85,7 @@ fn series(table: &Table, by: &str) -> Vec<Series> {
     lines
 }
 
-/// 3 is Table 3.
+/// The figures of the paper; 3 is Table 3.
 const FIGURES: [u32; 7] = [3, 7, 8, 15, 17, 18, 19];
 
 fn notes(objects: u64) -> Vec<String> {

@@ -61,12 +61,12 @@ impl Cluster {
         Self::up_with_grace("30s")
     }
 
-    /// A cluster whose agents may be away for so long.
+    /// A cluster with this grace time of the agents.
     pub fn up_with_grace(grace: &str) -> Self {
         Self::up_with(grace, false)
     }
 
-    /// The same; agents that are relayed can be cut off from etcd.
+    /// A cluster with this grace time of the agents. Relayed agents can be cut off from etcd.
     pub fn up_with(grace: &str, is_relayed: bool) -> Self {
         let key = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         let key_file = key.path().join("cluster.key");
@@ -131,7 +131,7 @@ impl Node {
         self.heaps = Some((RunningDaemon::start(&self.machine, self.state.path(), &words), keeper));
     }
 
-    /// Nothing of the heaps is left.
+    /// Kills the service of heaps and its keeper, so that no heap is left.
     pub fn kill_heaps(&mut self) {
         let (service, keeper) = self.heaps.take().expect("it runs");
         service.kill();
@@ -187,7 +187,7 @@ impl Host {
         command
     }
 
-    /// Nothing of the host is left.
+    /// Kills the agent and its keeper, so that nothing of the host is left.
     pub fn die(&mut self) {
         self.kill_agent();
         self.keeper.take().expect("it runs").kill();
@@ -227,7 +227,7 @@ impl Host {
         status["runs"].as_array()?.iter().map(|run| run["faults"].as_u64()).sum()
     }
 
-    /// Waits until its agent has this number of usable nodes.
+    /// Waits until the host's agent has this number of usable nodes.
     pub fn await_nodes(&self, count: usize) {
         eventually(&format!("the agent to see {count} nodes"), || {
             let nodes = status(&self.state.path().join("agent.sock"))?["nodes"].as_array()?.len();

@@ -1,12 +1,12 @@
 //! `aquifer bench apps`: real programs with a part of their memory, on the pool and on kernel swap.
 
+mod backends;
 mod kmeans;
 mod postgres;
 mod redis;
 pub(super) mod resp;
 mod summary;
 mod unprivileged;
-mod ways;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -22,26 +22,26 @@ use aquifer_swap::setup::cleanup_stale;
 use indicatif::ProgressBar;
 
 use super::{BenchArgs, BenchError};
+pub(super) use backends::find_program;
+use backends::{AppBackend, Fit, Stage};
 use kmeans::KMeans;
 use postgres::Postgres;
 use redis::Redis;
-pub(super) use ways::find_program;
-use ways::{Fit, Stage, Way};
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: with a quarter of its memory each program is faster than on a swap \
     file, over \
     shm and over tcp; limits are kept";
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     rounds: usize,
-    /// Per cent of a program's peak that fit.
+    /// Limits in percent of a program's peak.
     fits: &'static [u64],
     redis_keys: usize,
     redis_requests: usize,
-    /// 100,000 accounts each.
+    /// Scale factor of pgbench: 100,000 accounts each.
     postgres_scale: u64,
     postgres_transactions: u64,
     kmeans_bytes: u64,
@@ -84,8 +84,8 @@ pub trait App {
         false
     }
 
-    /// Bytes of its shared memory. Aquifer pages private memory only, but a cgroup's limit counts
-    /// both, so this is added to the limit of a cgroup.
+    /// Bytes of the program's shared memory. Aquifer pages private memory only, but a cgroup's
+    /// limit counts both, so this is added to the limit of a cgroup.
     fn shared_bytes(&self) -> u64 {
         0
     }
@@ -125,10 +125,12 @@ impl Played {
 /// The figures of one run, by name.
 pub type Sample = BTreeMap<&'static str, f64>;
 
-/// A program with so many per cent of its memory, in some way. Plain runs have all of it.
-type Key = (usize, u64, Way);
+/// The index of a program, its limit in percent of its peak, and the backend. Plain runs have 100
+/// %.
+type Key = (usize, u64, AppBackend);
 
-/// What was measured, a sample for each round; `None` where the kernel killed the program.
+/// Samples by program, limit and backend, one for each round; `None` if the kernel killed the
+/// program.
 pub type Samples = BTreeMap<Key, Vec<Option<Sample>>>;
 
 /// Measures.
@@ -145,9 +147,9 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             return Err(BenchError::NoSuchApp { name: only.clone() });
         }
     }
-    let ways = choose_ways(&mut stage.notes);
+    let backends = choose_backends(&mut stage.notes);
     let mut bench = Bench { size, apps, stage, digests: BTreeMap::new(), samples: Samples::new() };
-    let peaks = bench.measure(&ways)?;
+    let peaks = bench.measure(&backends)?;
     let mut report = Report::new("apps", args.quick);
     report.notes = notes(size);
     for (app, peak_bytes) in bench.apps.iter().zip(&peaks) {
@@ -155,7 +157,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     }
     report.notes.append(&mut bench.stage.notes);
     let names: Vec<&'static str> = bench.apps.iter().map(|app| app.name()).collect();
-    summary::fill(&mut report, size, &names, &ways, &bench.samples);
+    summary::fill(&mut report, size, &names, &backends, &bench.samples);
     Ok(report)
 }
 
@@ -183,7 +185,7 @@ fn notes(size: Size) -> Vec<String> {
         "CPU is of the whole run with fill and checks: the program's and, on the pool, the daemons'; kernel \
          threads that swap are not counted"
             .into(),
-        "redis' main thread and its client are on one processor in every way, as the scheduler would \
+        "redis' main thread and its client are on one processor in every run, as the scheduler would \
          choose: an answer across processors takes several times as long"
             .into(),
         "swap file and zram have the kernel's usual read-ahead of eight pages. Where the kernel would kill \
@@ -194,7 +196,7 @@ fn notes(size: Size) -> Vec<String> {
     ]
 }
 
-/// All programs that are here; the rest is noted.
+/// All installed programs. A note names each of the others.
 fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchError> {
     let folder = stage.folder.path();
     let mut found: Vec<(&str, Option<Box<dyn App>>)> = Vec::new();
@@ -220,41 +222,42 @@ fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchEr
     if apps.is_empty() { Err(BenchError::NoApps) } else { Ok(apps) }
 }
 
-/// All ways with a limit that this machine and user can do; the rest is noted.
-fn choose_ways(notes: &mut Vec<String>) -> Vec<Way> {
-    // What an earlier run left behind when it was killed would slow this one down.
+/// The backends with a limit that this machine and user support. A note names each of the others.
+fn choose_backends(notes: &mut Vec<String>) -> Vec<AppBackend> {
+    // Swap devices and cgroups of a killed run would slow this one down.
     if let Err(error) = cleanup_stale() {
         notes.push(format!("cleanup after an earlier run failed: {error}"));
     }
-    let mut ways = Vec::new();
-    for way in Way::LIMITED {
-        match way.try_out() {
-            Ok(()) => ways.push(way),
-            Err(error) => notes.push(format!("not measured: {}: {error}", way.name())),
+    let mut backends = Vec::new();
+    for backend in AppBackend::LIMITED {
+        match backend.try_out() {
+            Ok(()) => backends.push(backend),
+            Err(error) => notes.push(format!("not measured: {}: {error}", backend.name())),
         }
     }
-    ways
+    backends
 }
 
 struct Bench {
     size: Size,
     apps: Vec<Box<dyn App>>,
     stage: Stage,
-    /// What each program's first run gave.
+    /// Digest of each program's first run.
     digests: BTreeMap<usize, String>,
     samples: Samples,
 }
 
 impl Bench {
-    /// Returns each program's peak.
-    fn measure(&mut self, ways: &[Way]) -> Result<Vec<u64>, BenchError> {
+    /// Measures all programs in each round. Returns each program's peak.
+    fn measure(&mut self, backends: &[AppBackend]) -> Result<Vec<u64>, BenchError> {
         let Size { rounds, fits, .. } = self.size;
-        let bar = progress::bar(rounds * self.apps.len() * (1 + fits.len() * ways.len()));
+        let bar = progress::bar(rounds * self.apps.len() * (1 + fits.len() * backends.len()));
         let mut peaks = Vec::new();
         for at in 0..self.apps.len() {
             peaks.push(self.plain(at, 1, &bar)?);
         }
-        // The largest program three times: what is freed late must not make the nodes full.
+        // Three times the largest program, so that memory that is freed late does not fill the
+        // nodes.
         self.stage.bring_up(peaks.iter().copied().max().unwrap_or(0).max(MIB) * 3)?;
         for round in 1..=rounds {
             for (at, &peak_bytes) in peaks.iter().enumerate() {
@@ -262,8 +265,8 @@ impl Bench {
                     self.plain(at, round, &bar)?;
                 }
                 for &percent in fits {
-                    for &way in ways {
-                        self.limited(at, way, Fit { percent, peak_bytes }, round, &bar)?;
+                    for &backend in backends {
+                        self.limited(at, backend, Fit { percent, peak_bytes }, round, &bar)?;
                     }
                 }
             }
@@ -272,11 +275,11 @@ impl Bench {
         Ok(peaks)
     }
 
-    /// Returns the peak of resident memory.
+    /// Runs a program without a limit. Returns the peak of resident memory.
     fn plain(&mut self, at: usize, round: usize, bar: &ProgressBar) -> Result<u64, BenchError> {
         bar.set_message(format!("round {round}: {}, plainly", self.apps[at].name()));
         let (sample, played, peak_bytes) = self.stage.plain(self.apps[at].as_ref())?;
-        self.keep((at, 100, Way::Plain), Some((sample, played)))?;
+        self.keep((at, 100, AppBackend::Plain), Some((sample, played)))?;
         bar.inc(1);
         Ok(peak_bytes)
     }
@@ -284,28 +287,28 @@ impl Bench {
     fn limited(
         &mut self,
         at: usize,
-        way: Way,
+        backend: AppBackend,
         fit: Fit,
         round: usize,
         bar: &ProgressBar,
     ) -> Result<(), BenchError> {
         let app = self.apps[at].as_ref();
-        bar.set_message(format!("round {round}: {}, {} % fit, {}", app.name(), fit.percent, way.name()));
-        let run = self.stage.limited(app, way, fit)?;
-        self.keep((at, fit.percent, way), run)?;
+        bar.set_message(format!("round {round}: {}, {} % fit, {}", app.name(), fit.percent, backend.name()));
+        let run = self.stage.limited(app, backend, fit)?;
+        self.keep((at, fit.percent, backend), run)?;
         bar.inc(1);
         Ok(())
     }
 
     fn keep(&mut self, key: Key, run: Option<(Sample, Played)>) -> Result<(), BenchError> {
-        let (at, percent, way) = key;
+        let (at, percent, backend) = key;
         let sample = match run {
             Some((sample, played)) => {
                 let first = self.digests.entry(at).or_insert_with(|| played.digest.clone());
                 if *first != played.digest {
                     return Err(BenchError::Wrong {
                         program: self.apps[at].name().into(),
-                        way: format!("{}, {percent} % fit", way.name()),
+                        context: format!("{}, {percent} % fit", backend.name()),
                         what: format!("{:?}, and the first run gave {first:?}", played.digest),
                     });
                 }

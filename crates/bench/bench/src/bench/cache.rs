@@ -36,7 +36,7 @@ const CONGESTION_CONTROL: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
 /// Parts of the bench, for `--only`.
 const PARTS: [&str; 6] = ["requests", "threads", "memory", "hits", "moves", "pool"];
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 struct Volume {
     requests: requests::Volume,
@@ -58,8 +58,8 @@ const FULL: Volume = Volume {
     moves: moves::Volume {
         keys: 400_000,
         memory_mib: 256,
-        quiet: Duration::from_secs(3),
-        settle_max: Duration::from_secs(30),
+        balanced_for: Duration::from_secs(3),
+        balance_timeout: Duration::from_secs(30),
         stage: Duration::from_secs(3),
         paused_moves: 10,
     },
@@ -78,8 +78,8 @@ const QUICK: Volume = Volume {
     moves: moves::Volume {
         keys: 20_000,
         memory_mib: 64,
-        quiet: Duration::from_secs(1),
-        settle_max: Duration::from_secs(5),
+        balanced_for: Duration::from_secs(1),
+        balance_timeout: Duration::from_secs(5),
         stage: Duration::from_secs(1),
         paused_moves: 2,
     },

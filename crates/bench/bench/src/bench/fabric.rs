@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn names_tell_size_place_and_batch() {
+    fn names_have_size_place_and_batch() {
         let batch = Pair { batch: 16, ..pair(Kind::Read, 65_536, Place::Cold, 1.0) };
         assert_eq!(batch.name(), "READ 64 KiB cold, 16 at once");
         assert_eq!(pair(Kind::FetchAdd, 8, Place::Hot, 1.0).name(), "FAA hot");

@@ -1,7 +1,7 @@
 //! `aquifer bench failover`: a memory node with kept memory is killed or stopped while programs
 //! write to pages that have two replicas.
 //!
-//! What counts is how long a program waits: the longest of its accesses, each of which is timed.
+//! The result is the longest wait of a program: each access is timed, and the longest one counts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -30,8 +30,7 @@ const VICTIM: u16 = 2;
 const LIMIT_BYTES: u64 = 64 * MIB;
 const BYTES: u64 = 192 * MIB;
 const SECONDS: u64 = 6;
-/// When the node is killed or stopped, from the start of the program on: it has filled its memory
-/// by then.
+/// Time from the start of the program, in which it fills its memory, to the fault of the node.
 const FAULT_AFTER: Duration = Duration::from_secs(3);
 const WAIT_MS_MAX: f64 = 100.0;
 

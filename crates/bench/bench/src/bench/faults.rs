@@ -1,10 +1,10 @@
 //! `aquifer bench faults`: a program accesses three times its limit, on the pool and on kernel
 //! swap, beside faults that need no I/O.
 
+mod backends;
 mod calm;
 mod processes;
 mod summary;
-mod ways;
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ use aquifer_swap::setup::cleanup_stale;
 
 use super::fabric::ReadFloor;
 use super::{BenchArgs, BenchError};
-use ways::{Bench, Way};
+use backends::{Bench, FaultBackend};
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: random p50 over shm ≤ 1.5× a bare userfaultfd, over tcp reading ≤ \
@@ -62,8 +62,8 @@ pub struct Size {
     limit_bytes: u64,
     bytes: u64,
     passes: u64,
-    /// Whether an unmeasured pass is first. Without it a run begins with the last pages of the fill
-    /// resident.
+    /// Whether an unmeasured pass precedes the measured ones. Without it a run begins with the last
+    /// pages of the fill resident.
     warm: bool,
     rounds: usize,
     calm_rounds: usize,
@@ -93,9 +93,8 @@ pub struct Reads {
     us: Vec<f64>,
 }
 
-/// What was measured: for each case and way one sample a round, `None` where the kernel killed the
-/// program.
-pub type Samples = BTreeMap<(Case, Way), Vec<Option<Sample>>>;
+/// Samples by case and backend, one for each round; `None` if the kernel killed the program.
+pub type Samples = BTreeMap<(Case, FaultBackend), Vec<Option<Sample>>>;
 
 /// Runs the bench.
 ///
@@ -117,57 +116,57 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             size.rounds
         ),
         format!("memory nodes of the pool: {}, over {}", cluster::nodes(), fabric.name()),
-        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are \
+        "the program's thread is pinned to processor 0 in every run; daemons and kernel threads are \
             not"
         .into(),
         "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, \
             beyond a plain run"
             .into(),
     ];
-    let ways = choose_ways(args.quick, &mut notes);
+    let backends = choose_backends(args.quick, &mut notes);
     // Three times the working set, so that memory that is freed late does not fill the nodes.
     let cluster = Cluster::up(size.bytes * 3, fabric, None)?;
     let mut bench = Bench { size, programs, cluster, folder, notes };
     let mut reads = Reads { fabric, us: Vec::new() };
-    let samples = measure(&mut bench, &ways, &mut reads)?;
+    let samples = measure(&mut bench, &backends, &mut reads)?;
     let calm = calm::measure(&bench)?;
     // Reports over both fabrics can be in one folder.
     let name = if fabric == Fabric::Tcp { "faults-tcp" } else { "faults" };
     let mut report = Report::new(name, args.quick);
-    summary::fill(&mut report, size, &ways, &samples, &calm, &reads);
+    summary::fill(&mut report, size, &backends, &samples, &calm, &reads);
     report.notes = bench.notes;
     Ok(report)
 }
 
-/// All ways that are possible on this machine; notes the others.
-fn choose_ways(quick: bool, notes: &mut Vec<String>) -> Vec<Way> {
+/// All backends that this machine supports. A note names each of the others.
+fn choose_backends(quick: bool, notes: &mut Vec<String>) -> Vec<FaultBackend> {
     // Swap devices of a killed run would slow this one down.
     if let Err(error) = cleanup_stale() {
         notes.push(format!("cleanup after an earlier run failed: {error}"));
     }
-    let mut ways = Way::ALWAYS.to_vec();
-    for peer in Way::PEERS.into_iter().filter(|way| !quick || *way != Way::ZRAM_8) {
+    let mut backends = FaultBackend::ALWAYS.to_vec();
+    for peer in FaultBackend::PEERS.into_iter().filter(|backend| !quick || *backend != FaultBackend::ZRAM_8) {
         match peer.try_out() {
-            Ok(()) => ways.push(peer),
+            Ok(()) => backends.push(peer),
             Err(error) => notes.push(format!("not measured: {}: {error}", peer.name())),
         }
     }
-    ways
+    backends
 }
 
-fn measure(bench: &mut Bench, ways: &[Way], reads: &mut Reads) -> Result<Samples, BenchError> {
+fn measure(bench: &mut Bench, backends: &[FaultBackend], reads: &mut Reads) -> Result<Samples, BenchError> {
     let rounds = bench.size.rounds;
     let mut floor = ReadFloor::start(reads.fabric)?;
-    let bar = progress::bar(rounds * Case::ALL.len() * ways.len());
+    let bar = progress::bar(rounds * Case::ALL.len() * backends.len());
     let mut samples = Samples::new();
     for round in 1..=rounds {
         bar.set_message(format!("round {round}: one READ"));
         reads.us.push(floor.measure_us()?);
         for case in Case::ALL {
-            for &way in ways {
-                bar.set_message(format!("round {round}: {}, {}", case.name(), way.name()));
-                let sample = bench.run(case, way)?;
-                samples.entry((case, way)).or_default().push(sample);
+            for &backend in backends {
+                bar.set_message(format!("round {round}: {}, {}", case.name(), backend.name()));
+                let sample = bench.run(case, backend)?;
+                samples.entry((case, backend)).or_default().push(sample);
                 bar.inc(1);
             }
         }

@@ -6,8 +6,8 @@
 mod blocks;
 mod cached;
 mod servers;
+mod stores;
 mod tls;
-mod ways;
 mod ycsb;
 
 use std::time::Instant;
@@ -20,18 +20,18 @@ use aquifer_bench::support::{interrupt, progress};
 
 use super::{BenchArgs, BenchError};
 use servers::Servers;
-use ways::{Way, value};
+use stores::{ComparedStore, value};
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: gets of 4 KiB with a latency ≤ 1× that of memcached over TCP and ≤ 0.1× \
     in shared memory, ≥ 4× the gets for each second of the server's processor with 32 at once";
 
-/// Gets that are on their way at once.
+/// Gets that are in flight at once.
 pub(super) const DEPTH: usize = 32;
 const ROUNDS: usize = 5;
 const SIZES: [usize; 3] = [100, 1000, 4096];
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy)]
 struct Volume {
     keys: usize,
@@ -54,8 +54,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     report.notes = notes(&servers, volume);
     let bar = progress::bar(SIZES.len() * ROUNDS + ycsb::WORKLOADS.len());
     for size in SIZES {
-        let mut ways = servers.ways()?;
-        let (table, targets) = gets(&mut ways, size, volume, &bar)?;
+        let mut stores = servers.stores()?;
+        let (table, targets) = gets(&mut stores, size, volume, &bar)?;
         report.tables.push(table);
         report.targets.extend(targets);
     }
@@ -91,7 +91,7 @@ fn notes(servers: &Servers, volume: Volume) -> Vec<String> {
     notes
 }
 
-/// What was measured of one way.
+/// Results of one store.
 #[derive(Default)]
 struct Measured {
     latency_us: Vec<f64>,
@@ -101,29 +101,29 @@ struct Measured {
 }
 
 fn gets(
-    ways: &mut [Box<dyn Way>],
+    stores: &mut [Box<dyn ComparedStore>],
     size: usize,
     volume: Volume,
     bar: &indicatif::ProgressBar,
 ) -> Result<(Table, Vec<Target>), BenchError> {
     let keys: Vec<Vec<u8>> = (0..volume.keys).map(|key| format!("{size}:{key}").into_bytes()).collect();
-    for way in ways.iter_mut() {
+    for store in stores.iter_mut() {
         for (number, key) in keys.iter().enumerate() {
-            way.put(key, &value(number, 0, size))?;
+            store.put(key, &value(number, 0, size))?;
         }
-        // The client learns where all of them are.
-        get_all(way.as_mut(), &keys, size)?;
+        // The client caches the locations of all keys.
+        get_all(store.as_mut(), &keys, size)?;
     }
-    let mut measured: Vec<Measured> = ways.iter().map(|_| Measured::default()).collect();
+    let mut measured: Vec<Measured> = stores.iter().map(|_| Measured::default()).collect();
     for round in 0..ROUNDS {
         bar.set_message(format!("gets of {size} bytes"));
-        for (way, measured) in ways.iter_mut().zip(&mut measured) {
+        for (store, measured) in stores.iter_mut().zip(&mut measured) {
             interrupt::check()?;
-            measure(way.as_mut(), measured, &keys, size, volume.gets, round)?;
+            measure(store.as_mut(), measured, &keys, size, volume.gets, round)?;
         }
         bar.inc(1);
     }
-    let rows = ways.iter().zip(&measured).map(|(way, measured)| measured.row(way.name()));
+    let rows = stores.iter().zip(&measured).map(|(store, measured)| measured.row(store.name()));
     let columns = ["µs", "slowest 1 % µs", "k/s at once", "server µs"];
     let table = Table {
         title: format!("gets of {size} bytes: one at a time, and {DEPTH} at once"),
@@ -132,21 +132,21 @@ fn gets(
         ratio: None,
         rows: rows.collect(),
     };
-    let targets = if size == 4096 { targets(ways, &measured) } else { Vec::new() };
+    let targets = if size == 4096 { targets(stores, &measured) } else { Vec::new() };
     Ok((table, targets))
 }
 
-fn get_all(way: &mut dyn Way, keys: &[Vec<u8>], size: usize) -> Result<(), BenchError> {
+fn get_all(store: &mut dyn ComparedStore, keys: &[Vec<u8>], size: usize) -> Result<(), BenchError> {
     let mut out = Vec::new();
     for (number, key) in keys.iter().enumerate() {
-        let is_there = way.get(key, &mut out)?;
-        ways::check(way.name(), is_there.then_some(&out), &value(number, 0, size))?;
+        let is_there = store.get(key, &mut out)?;
+        stores::check(store.name(), is_there.then_some(&out), &value(number, 0, size))?;
     }
     Ok(())
 }
 
 fn measure(
-    way: &mut dyn Way,
+    store: &mut dyn ComparedStore,
     measured: &mut Measured,
     keys: &[Vec<u8>],
     size: usize,
@@ -160,25 +160,25 @@ fn measure(
     for _ in 0..gets {
         let at = random.below(keys.len());
         let began = Instant::now();
-        let is_there = way.get(&keys[at], &mut out)?;
+        let is_there = store.get(&keys[at], &mut out)?;
         times_us.push(began.elapsed().as_secs_f64() * 1e6);
-        ways::check(way.name(), is_there.then_some(&out), &expected[at])?;
+        stores::check(store.name(), is_there.then_some(&out), &expected[at])?;
     }
     times_us.sort_by(f64::total_cmp);
     measured.latency_us.push(times_us[gets / 2]);
     measured.slowest_us.push(times_us[gets * 99 / 100]);
     let batches: Vec<Vec<usize>> =
         (0..gets / DEPTH).map(|_| (0..DEPTH).map(|_| random.below(keys.len())).collect()).collect();
-    let cpu = way.server_cpu_ns();
+    let cpu = store.server_cpu_ns();
     let began = Instant::now();
     for batch in &batches {
         let wanted: Vec<&[u8]> = batch.iter().map(|at| keys[*at].as_slice()).collect();
-        let name = way.name();
-        way.get_many(&wanted, &mut |place, found| ways::check(name, found, &expected[batch[place]]))?;
+        let name = store.name();
+        store.get_many(&wanted, &mut |place, found| stores::check(name, found, &expected[batch[place]]))?;
     }
     let count = float((batches.len() * DEPTH) as u64);
     measured.batched_k.push(count / began.elapsed().as_secs_f64() / 1e3);
-    measured.server_us.push(float(way.server_cpu_ns() - cpu) / 1e3 / count);
+    measured.server_us.push(float(store.server_cpu_ns() - cpu) / 1e3 / count);
     Ok(())
 }
 
@@ -195,12 +195,13 @@ impl Measured {
     }
 }
 
-fn targets(ways: &[Box<dyn Way>], measured: &[Measured]) -> Vec<Target> {
-    let find =
-        |name: &str| ways.iter().zip(measured).find(|(way, _)| way.name() == name).map(|(_, found)| found);
+fn targets(stores: &[Box<dyn ComparedStore>], measured: &[Measured]) -> Vec<Target> {
+    let find = |name: &str| {
+        stores.iter().zip(measured).find(|(store, _)| store.name() == name).map(|(_, found)| found)
+    };
     let ratio = |ours: &[f64], theirs: &[f64]| Spread::of_ratios(ours, theirs).expect("they were measured");
     let mut targets = Vec::new();
-    for (ours, theirs) in [(ways::TCP, ways::MEMCACHED_TLS), (ways::PLAIN, ways::MEMCACHED)] {
+    for (ours, theirs) in [(stores::TCP, stores::MEMCACHED_TLS), (stores::PLAIN, stores::MEMCACHED)] {
         let Some((ours_found, theirs_found)) = find(ours).zip(find(theirs)) else { continue };
         targets.push(Target {
             name: format!("latency, {ours} ÷ {theirs}"),
@@ -215,9 +216,9 @@ fn targets(ways: &[Box<dyn Way>], measured: &[Measured]) -> Vec<Target> {
             at_most: false,
         });
     }
-    if let Some((ours, theirs)) = find(ways::SHARED).zip(find(ways::MEMCACHED)) {
+    if let Some((ours, theirs)) = find(stores::SHARED).zip(find(stores::MEMCACHED)) {
         targets.push(Target {
-            name: format!("latency, {} ÷ {}", ways::SHARED, ways::MEMCACHED),
+            name: format!("latency, {} ÷ {}", stores::SHARED, stores::MEMCACHED),
             value: ratio(&ours.latency_us, &theirs.latency_us),
             bound: 0.1,
             at_most: true,

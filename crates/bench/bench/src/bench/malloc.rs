@@ -1,8 +1,8 @@
 //! `aquifer bench malloc`: malloc benchmarks with `libaquifer-malloc`, plainly and with a part of
 //! their memory, beside glibc's allocator plainly, under `aquifer run` and on kernel swap.
 
+mod contenders;
 mod summary;
-mod ways;
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use aquifer_bench::support::{cluster, progress};
 use aquifer_swap::setup::cleanup_stale;
 
 use super::{BenchArgs, BenchError};
-use ways::{Job, Stage, Way};
+use contenders::{Job, MallocContender, Stage};
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: with a quarter of its memory each benchmark is faster than on a swap \
@@ -39,7 +39,7 @@ struct Benchmark {
     /// Name in the program.
     name: &'static str,
     operations: u64,
-    /// Whether it uses much memory. The others end before a limit matters.
+    /// Whether the benchmark uses much memory. The others end before a limit matters.
     is_large: bool,
 }
 
@@ -55,9 +55,9 @@ const SMALL_LIMIT_BYTES: u64 = 256 * MIB;
 
 /// Figures of a run, by name.
 type Sample = BTreeMap<&'static str, f64>;
-/// Samples of each round, by benchmark, percentage of its memory, and way. `None` if the kernel
-/// killed the program.
-type Samples = BTreeMap<(usize, u64, Way), Vec<Option<Sample>>>;
+/// Samples of each round, by benchmark, percentage of its memory, and contender. `None` if the
+/// kernel killed the program.
+type Samples = BTreeMap<(usize, u64, MallocContender), Vec<Option<Sample>>>;
 
 /// Runs the bench.
 ///
@@ -70,10 +70,12 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         report.notes.push(format!("cleanup after an earlier run failed: {error}"));
     }
     let mut stage = Stage::new(size.bytes * 4)?;
-    let mut limited = vec![Way::Library, Way::Run];
-    match Way::SwapFile.try_out() {
-        Ok(()) => limited.push(Way::SwapFile),
-        Err(error) => report.notes.push(format!("not measured: {}: {error}", Way::SwapFile.name())),
+    let mut limited = vec![MallocContender::Library, MallocContender::Run];
+    match MallocContender::SwapFile.try_out() {
+        Ok(()) => limited.push(MallocContender::SwapFile),
+        Err(error) => {
+            report.notes.push(format!("not measured: {}: {error}", MallocContender::SwapFile.name()))
+        }
     }
     let (samples, peaks) = measure(size, &mut stage, &limited)?;
     report.notes.extend(notes(size));
@@ -98,37 +100,41 @@ fn fits(size: Size, benchmark: &Benchmark) -> &'static [u64] {
 }
 
 /// Measures; also returns the peak resident memory of each benchmark in the plain run with glibc.
-fn measure(size: Size, stage: &mut Stage, limited: &[Way]) -> Result<(Samples, Vec<u64>), BenchError> {
+fn measure(
+    size: Size,
+    stage: &mut Stage,
+    limited: &[MallocContender],
+) -> Result<(Samples, Vec<u64>), BenchError> {
     let tables: usize = BENCHMARKS.iter().map(|benchmark| fits(size, benchmark).len()).sum();
     let bar = progress::bar(size.rounds * (2 * BENCHMARKS.len() + tables * limited.len()));
     let mut samples = Samples::new();
     let mut peaks = Vec::new();
     for round in 1..=size.rounds {
         for (at, benchmark) in BENCHMARKS.iter().enumerate() {
-            let mut play = |percent: u64, way: Way, limit_bytes: u64| {
+            let mut play = |percent: u64, contender: MallocContender, limit_bytes: u64| {
                 bar.set_message(format!(
                     "round {round}: {}, {percent} % fit, {}",
                     benchmark.name,
-                    way.name()
+                    contender.name()
                 ));
                 let operations = benchmark.operations / size.divisor;
                 let job = Job { name: benchmark.name, bytes: size.bytes, operations, limit_bytes, percent };
-                let played = stage.play(way, job)?;
+                let played = stage.play(contender, job)?;
                 bar.inc(1);
                 let peak_bytes = played.as_ref().map_or(0, |(_, peak_bytes)| *peak_bytes);
-                samples.entry((at, percent, way)).or_default().push(played.map(|(sample, _)| sample));
+                samples.entry((at, percent, contender)).or_default().push(played.map(|(sample, _)| sample));
                 Ok::<_, BenchError>(peak_bytes)
             };
-            let peak_bytes = play(100, Way::Glibc, 0)?;
-            play(100, Way::Plain, 0)?;
+            let peak_bytes = play(100, MallocContender::Glibc, 0)?;
+            play(100, MallocContender::Plain, 0)?;
             if round == 1 {
                 peaks.push(peak_bytes);
             }
             for percent in fits(size, benchmark) {
                 let part_bytes = peaks[at] * percent / 100;
                 let limit_bytes = if benchmark.is_large { part_bytes } else { SMALL_LIMIT_BYTES };
-                for way in limited {
-                    play(*percent, *way, limit_bytes)?;
+                for contender in limited {
+                    play(*percent, *contender, limit_bytes)?;
                 }
             }
         }

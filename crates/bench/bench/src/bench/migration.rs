@@ -1,6 +1,6 @@
-//! `aquifer bench migration`: segments that move between two hosts, after Figure 4 of RAMP.
+//! `aquifer bench migration`: segments that move between two hosts, after Figure 4 of RaMP.
 //!
-//! Two agents of this machine hand segments over to each other over TCP, as agents of two hosts do.
+//! Two agents on this machine hand segments over to each other over TCP, like agents of two hosts.
 //! The programs are processes of this bench.
 
 mod gets;

@@ -1,7 +1,7 @@
 //! `aquifer bench restart`: the agent of running programs is killed, and `aquifer up` starts
 //! another.
 //!
-//! What counts is how long a program waits: the longest of its accesses, each of which is timed.
+//! The result is the longest wait of a program: each access is timed, and the longest one counts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -25,7 +25,7 @@ const PROCESSES: [u64; 3] = [1, 16, 64];
 const LIMIT_BYTES: u64 = 64 * MIB;
 const BYTES: u64 = 192 * MIB;
 const SECONDS: u64 = 6;
-/// When the agent is killed, from the start of the program on: it has filled its memory by then.
+/// Time from the start of the program, in which it fills its memory, to the kill of the agent.
 const KILL_AFTER: Duration = Duration::from_secs(3);
 const WAIT_MS_MAX: f64 = 1000.0;
 

@@ -9,7 +9,7 @@ use aquifer_bench::support::draw::{self, Area, DrawResult, pixels};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::ways::Played;
+use super::runs::Played;
 
 const BAR_CHARS: u32 = 48;
 const WIDTH_PX: i32 = 820;
@@ -18,7 +18,7 @@ const ROW_PX: i32 = 30;
 const NAME_PX: i32 = 110;
 const PANEL_PX: i32 = 280;
 const CURVE_PX: i32 = 260;
-/// Colour of each way.
+/// Colour of each run.
 const COLOURS: [RGBColor; 3] = [RGBColor(120, 130, 140), RGBColor(20, 110, 180), RGBColor(205, 110, 40)];
 
 /// Table of the results.
@@ -45,12 +45,12 @@ pub fn table(played: &[Played]) -> String {
     text
 }
 
-/// Bytes as text; a dash for a way that failed before it started.
+/// Bytes as text; a dash for a run that failed before it started.
 fn bytes_or_dash(bytes: u64) -> String {
     if bytes == 0 { "–".into() } else { show_bytes(bytes) }
 }
 
-/// The time of a way, or the start of its failure, for the picture.
+/// The time of a run, or the start of its failure, for the picture.
 fn short_time(run: &Played) -> String {
     const CHARS_MAX: usize = 40;
     let time = run.time();
@@ -61,7 +61,7 @@ fn short_time(run: &Played) -> String {
     format!("{cut}…")
 }
 
-/// Length of the time's bar: 0 if the way failed.
+/// Length of the time's bar: 0 if the run failed.
 fn bar_seconds(run: &Played) -> f64 {
     if run.failure.is_some() { 0.0 } else { run.seconds }
 }
@@ -166,7 +166,7 @@ fn curves<'a>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::ways::Point;
+    use super::super::runs::Point;
     use super::*;
 
     fn played() -> Vec<Played> {
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_picture_names_all_ways() {
+    fn the_picture_names_all_runs() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("demo.svg");
         draw(&path, &played(), 100 * MIB, "a title").unwrap();

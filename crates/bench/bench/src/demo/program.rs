@@ -16,7 +16,7 @@ const DOCS_PREFIX: &str = "linux-doc-";
 pub struct Program {
     sqlite: PathBuf,
     pages: PathBuf,
-    /// File with its standard input.
+    /// File with the program's standard input.
     pub script: PathBuf,
 }
 
@@ -24,7 +24,7 @@ impl Program {
     /// Finds the program and the documentation, and writes the script into `folder`.
     ///
     /// # Errors
-    /// If one is not installed.
+    /// If the program or the documentation is not installed.
     pub fn find(folder: &Path) -> Result<Self, BenchError> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let sqlite = std::env::split_paths(&path).map(|dir| dir.join("sqlite3")).find(|path| path.is_file());
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_documentation_with_pages_is_taken() {
+    fn the_newest_documentation_with_pages_is_chosen() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(newest_docs(folder.path()), None);
         for name in ["linux-doc-6.9", "linux-doc-6.10", "other-7.0"] {

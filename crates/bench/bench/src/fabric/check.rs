@@ -21,12 +21,12 @@ use super::info::describe;
 use super::messages::{MESSAGE_BYTES, Moved, Opened, Request};
 use crate::bench::fabric::link::Link;
 
-/// Time of one measurement, unless it has done `OPERATIONS_MAX` operations before.
+/// Duration of one measurement, which ends earlier after `OPERATIONS_MAX` operations.
 const MEASURE_TIME: Duration = Duration::from_millis(500);
 const OPERATIONS_MAX: usize = 20_000;
 /// Operations in flight when bandwidth is measured.
 const DEPTH: usize = 32;
-/// Time to wait for an answer message.
+/// Longest time to wait for an answer message.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of times that memory is remapped.
 const REMAPS: usize = 9;
@@ -276,7 +276,7 @@ fn remap(findings: &mut Findings, end: &CheckEnd, identity: Identity) -> Result<
     Ok(())
 }
 
-/// Does one operation and returns its outcome.
+/// Posts one operation and returns its outcome.
 fn one(link: &mut Link, verb: Verb) -> Result<Result<u64, WorkError>, BenchError> {
     let done: &[Completion] = link.outcomes(&[Work { id: 0, verb, signalled: true }])?;
     let outcome = done[0].outcome;

@@ -21,7 +21,8 @@ use super::messages::{Moved, Opened, Request};
 pub const REGION_BYTES: usize = 16 << 20;
 /// Bytes of the memory that is remapped.
 const MOVABLE_BYTES: usize = 4 << 20;
-/// Offset of the window in the lent memory. There is memory on both sides that it does not open.
+/// Offset of the window in the lent memory, with memory on both sides that the window does not
+/// open.
 const WINDOW_OFFSET: u64 = 8 << 20;
 const WINDOW_BYTES: u64 = 64 << 10;
 /// Most windows. A check that is interrupted leaves its window open.
@@ -62,7 +63,7 @@ pub fn lend(end: &CheckEnd) -> Result<(), Box<dyn Error>> {
     say_line!("Lending to: aquifer fabric check --fabric {network} {address}");
     let mut message = Vec::new();
     let mut last_message = Instant::now();
-    while !interrupt::asked() {
+    while !interrupt::is_requested() {
         message.clear();
         if let Some(from) = target.receive(&mut message) {
             answer(&lender, &region, from.endpoint, &message);
@@ -128,7 +129,7 @@ impl Movable {
         let is_second = !self.has_second.get();
         let how = self.target.remap(base, if is_second { half } else { 0 }, half)?;
         self.has_second.set(is_second);
-        let how = RemapMethod::ALL.iter().position(|way| *way == how).unwrap_or_default();
+        let how = RemapMethod::ALL.iter().position(|method| *method == how).unwrap_or_default();
         Ok(Moved {
             key,
             addr: base,
@@ -149,7 +150,7 @@ fn answer(lender: &Lender, region: &Region, from: EndpointNumber, message: &[u8]
             let window = WindowSpec { range, access: Access::READ, scope: Scope::Anyone };
             Opened { key: target.bind(&window).unwrap_or(Key(0)), addr, len: WINDOW_BYTES }
         }
-        // The key of the region itself must not be closed.
+        // The key of the region itself must not be revoked.
         Some(Request::Close(key)) if key != region.key => match target.invalidate(key) {
             Ok(()) => Opened { key, addr: 0, len: 0 },
             Err(_) => Opened { key: Key(0), addr: 0, len: 0 },

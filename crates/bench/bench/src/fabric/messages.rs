@@ -49,7 +49,7 @@ const CLOSE: u8 = 3;
 const MOVE: u8 = 4;
 
 impl Request {
-    /// As a message.
+    /// Encodes a message.
     pub fn bytes(self) -> [u8; MESSAGE_BYTES] {
         let (kind, key) = match self {
             Self::Echo => (ECHO, Key(0)),
@@ -62,7 +62,7 @@ impl Request {
         bytes
     }
 
-    /// What was asked; `None` if it is nothing of this.
+    /// Parses a request; `None` if the message is not a valid one.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let window = Opened::parse(bytes)?;
         match bytes[0] {
@@ -76,7 +76,7 @@ impl Request {
 }
 
 impl Opened {
-    /// As a message.
+    /// Encodes a message.
     pub fn bytes(self) -> [u8; MESSAGE_BYTES] {
         let mut bytes = [0; MESSAGE_BYTES];
         bytes[4..8].copy_from_slice(&self.key.0.to_le_bytes());
@@ -85,7 +85,7 @@ impl Opened {
         bytes
     }
 
-    /// What was told.
+    /// Parses an answer; `None` if the message is too short or too long.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let word = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
         let key = u32::from_le_bytes(bytes.get(4..8)?.try_into().ok()?);
@@ -94,14 +94,14 @@ impl Opened {
 }
 
 impl Moved {
-    /// As a message.
+    /// Encodes a message.
     pub fn bytes(self) -> [u8; MESSAGE_BYTES] {
         let mut bytes = Opened { key: self.key, addr: self.addr, len: 0 }.bytes();
         (bytes[0], bytes[1]) = (self.how, self.byte);
         bytes
     }
 
-    /// What was told.
+    /// Parses an answer; `None` if the message is too short or too long.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let Opened { key, addr, .. } = Opened::parse(bytes)?;
         Some(Self { key, addr, byte: bytes[1], how: bytes[0] })
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_heard_and_anything_else_is_not() {
+    fn encoded_messages_are_parsed_and_others_are_refused() {
         for request in [Request::Echo, Request::Open, Request::Close(Key(0x1234_5678)), Request::Move] {
             assert_eq!(Request::parse(&request.bytes()), Some(request));
         }

@@ -14,7 +14,8 @@ const MIB: u64 = 1 << 20;
 
 static TURNS: Mutex<()> = Mutex::new(());
 
-/// None where this user may not set up swap; then that is what is checked.
+/// Waits for the other tests. `None` if this user may not set up swap: then only the refusal is
+/// tested.
 fn turn() -> Option<MutexGuard<'static, ()>> {
     let guard = TURNS.lock();
     if rustix::process::geteuid().is_root() {
@@ -70,14 +71,14 @@ fn swaps_and_verifies(peer: Peer) -> SetupUsage {
 }
 
 #[test]
-fn a_swap_file_holds_what_the_limit_does_not() {
+fn a_swap_file_holds_the_pages_over_the_limit() {
     let Some(_turn) = turn() else { return };
     let usage = swaps_and_verifies(Peer::SwapFile);
     assert_eq!(usage.store_peak_bytes, 0);
 }
 
 #[test]
-fn zram_holds_what_the_limit_does_not() {
+fn zram_holds_the_pages_over_the_limit() {
     let Some(_turn) = turn() else { return };
     if matches!(PeerSetup::new(Peer::Zram, 64 * MIB, 64 * MIB), Err(SetupError::NoZram)) {
         eprintln!("no zram here: only the refusal was tested");
@@ -89,7 +90,7 @@ fn zram_holds_what_the_limit_does_not() {
 }
 
 #[test]
-fn a_program_that_outgrows_memory_and_swap_is_seen_to_be_killed() {
+fn the_kill_of_a_program_that_outgrows_memory_and_swap_is_counted() {
     let Some(_turn) = turn() else { return };
     let folder = tempfile::tempdir().unwrap();
     let faultbench = build_faultbench(folder.path());
@@ -101,7 +102,7 @@ fn a_program_that_outgrows_memory_and_swap_is_seen_to_be_killed() {
 }
 
 #[test]
-fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
+fn a_program_without_memory_is_woken_to_retry_and_is_not_killed() {
     const TIMES: usize = 500;
     const TIMES_MAX: usize = 1_000_000;
     let Some(_turn) = turn() else { return };
@@ -129,7 +130,7 @@ fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
 }
 
 #[test]
-fn read_ahead_comes_back_and_programs_are_ended() {
+fn read_ahead_is_restored_and_programs_are_ended() {
     let Some(_turn) = turn() else { return };
     let former = read_number(Path::new(PAGE_CLUSTER)).unwrap();
     let mut setup = PeerSetup::new(Peer::SwapFile, 16 * MIB, 16 * MIB).unwrap();
@@ -156,7 +157,7 @@ fn a_panic_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_a_dead_owner_left_is_undone_once() {
+fn the_setup_of_a_dead_owner_is_undone_once() {
     let Some(_turn) = turn() else { return };
     let before = swaps();
     let setup = PeerSetup::new(Peer::SwapFile, 16 * MIB, 16 * MIB).unwrap();
@@ -217,14 +218,15 @@ mod long {
     use super::*;
 
     #[test]
-    fn who_is_in_want_for_good_is_killed_though_it_waits() {
+    fn a_program_that_never_gets_memory_is_killed_although_it_waits() {
         let Some(_turn) = turn() else { return };
         let folder = tempfile::tempdir().unwrap();
         let faultbench = build_faultbench(folder.path());
         let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
         let mut command = setup.command(faultbench).unwrap();
-        let (status, was_in_want) = setup.patiently(|| command.args(["--bytes", "192M"]).status()).unwrap();
-        assert!(!status.unwrap().success() && was_in_want);
+        let (status, has_waited) =
+            setup.with_oom_waits(|| command.args(["--bytes", "192M"]).status()).unwrap();
+        assert!(!status.unwrap().success() && has_waited);
         assert_eq!(setup.usage().unwrap().oom_kills, 1);
         setup.close().unwrap();
     }

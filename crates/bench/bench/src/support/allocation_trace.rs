@@ -36,7 +36,7 @@ pub enum AllocRequest {
 }
 
 impl AllocRequest {
-    /// Whether it is an allocation.
+    /// Whether the request is an allocation.
     pub fn is_allocation(self) -> bool {
         matches!(self, Self::Allocate(_))
     }
@@ -74,7 +74,7 @@ pub fn parse(text: &str) -> Result<Vec<Arrival>, String> {
         arrivals.push(arrival);
     }
     if arrivals.is_empty() {
-        return Err("there is no allocation in it".into());
+        return Err("there is no allocation in the trace".into());
     }
     Ok(arrivals)
 }
@@ -130,9 +130,9 @@ impl<'a> Replay<'a> {
         })
     }
 
-    /// Notes that the next request has started.
-    pub fn begun(&mut self, wish: AllocRequest) {
-        if let AllocRequest::Allocate(class) = wish {
+    /// Records that the next request has started.
+    pub fn begun(&mut self, request: AllocRequest) {
+        if let AllocRequest::Allocate(class) = request {
             self.next += self.step;
             self.held.push_back(class);
             self.held_bytes += class.bytes();
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_malformed_is_named_with_its_line() {
+    fn a_malformed_line_is_reported_with_its_number() {
         for (text, line, word) in [
             ("5", 1, "MICROSECONDS"),
             ("1 1\n\n# x\n2 10", 4, "2 10"),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_told_at_the_line_after_it() {
+    fn the_limit_is_reported_at_the_line_after_it() {
         let mut text = "0 0\n".repeat(ARRIVALS_MAX);
         assert_eq!(parse(&text).unwrap().len(), ARRIVALS_MAX);
         text += "\n0 0\n";
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_there_is_named() {
+    fn a_missing_file_is_named() {
         assert!(read(Path::new("/nowhere/x.trace")).unwrap_err().to_string().contains("/nowhere/x.trace"));
     }
 
@@ -196,10 +196,10 @@ mod tests {
         let mut seen = Vec::new();
         for number in 0..3 {
             let mut replay = Replay::new(&arrivals, number, 3, 4 * 4096);
-            while let Some((wish, at_ns)) = replay.next(u64::MAX) {
-                replay.begun(wish);
+            while let Some((request, at_ns)) = replay.next(u64::MAX) {
+                replay.begun(request);
                 assert!(replay.held_bytes <= 4 * 4096 && replay.held.len() <= 4);
-                if wish.is_allocation() {
+                if request.is_allocation() {
                     seen.push(at_ns);
                 }
             }

@@ -12,9 +12,9 @@ pub struct Bench<A> {
     pub about: &'static str,
     /// The targets of the bench.
     pub targets: &'static str,
-    /// The options it has, of those that only some benches have.
+    /// The options of the bench, of those that only some benches have.
     pub options: &'static [&'static str],
-    /// Runs it.
+    /// The function that runs the bench.
     pub run: fn(&A) -> Result<Report, BenchError>,
 }
 

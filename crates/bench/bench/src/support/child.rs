@@ -29,9 +29,9 @@ pub enum Watched {
 /// Input and output of a program.
 #[derive(Debug)]
 pub struct Streams<'a> {
-    /// File with its standard input; empty if `None`.
+    /// File with the program's standard input; empty if `None`.
     pub input: Option<&'a Path>,
-    /// File for its standard output.
+    /// File for the program's standard output.
     pub output: &'a Path,
 }
 
@@ -46,20 +46,20 @@ pub struct ProgramOutcome {
     pub cpu_us: u64,
     /// Peak of sampled resident anonymous memory.
     pub resident_peak_bytes: u64,
-    /// The end of its standard error.
+    /// The end of the program's standard error.
     pub message: String,
 }
 
 /// A sample of a running program.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
-    /// Time since its start.
+    /// Time since the program's start.
     pub elapsed: Duration,
     /// Resident anonymous memory.
     pub resident_bytes: u64,
 }
 
-/// A process group, which is killed when this is dropped.
+/// A process group, which is killed on drop.
 struct Group(Pid);
 
 impl Drop for Group {
@@ -80,14 +80,14 @@ pub fn run(
     watched: Watched,
     mut on_moment: impl FnMut(Moment),
 ) -> Result<ProgramOutcome, BenchError> {
-    attend(command, streams, watched, |_, moment| on_moment(moment))
+    run_with_pid(command, streams, watched, |_, moment| on_moment(moment))
 }
 
 /// Like [`run`], but also passes the process number to `on_moment`, for signals.
 ///
 /// # Errors
 /// Those of [`run`].
-pub fn attend(
+pub fn run_with_pid(
     mut command: Command,
     streams: &Streams<'_>,
     watched: Watched,
@@ -103,7 +103,7 @@ pub fn attend(
     };
     command.stdin(input).stdout(create(streams.output)?).stderr(create(&message_path)?).process_group(0);
     let start = Instant::now();
-    // Not waited for through `child`: `reap` reads its processor time.
+    // `reap` waits for the child instead of `child.wait()`, because it reads the processor time.
     let child = command.spawn().map_err(BenchError::io("start", &program))?;
     let pid = child.id();
     let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process has a positive number");
@@ -118,7 +118,7 @@ pub fn attend(
         if poll(&mut fds, Some(&SAMPLE)).is_ok_and(|ready| ready > 0) {
             break;
         }
-        if interrupt::asked() && !stopped {
+        if interrupt::is_requested() && !stopped {
             stopped = true;
             let _ = rustix::process::kill_process_group(raw, Signal::KILL);
         }
@@ -131,7 +131,7 @@ pub fn attend(
     drop(group);
     interrupt::check()?;
     let message = tail(&std::fs::read(&message_path).unwrap_or_default());
-    // A failure does no harm: the folder is removed later.
+    // A failure is ignored: the folder is removed later.
     let _ = std::fs::remove_file(&message_path);
     Ok(ProgramOutcome { status, elapsed, cpu_us, resident_peak_bytes, message })
 }
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_outlives_the_program_is_killed() {
+    fn processes_that_outlive_the_program_are_killed() {
         let (_, output) = shell("cat /dev/zero >/dev/null & echo $!", Watched::All);
         let pid = output.trim();
         let gone = || match std::fs::read_to_string(format!("/proc/{pid}/stat")) {

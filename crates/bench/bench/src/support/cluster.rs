@@ -24,7 +24,7 @@ pub fn nodes() -> usize {
     (processors - 1).clamp(1, NODES_MAX)
 }
 
-/// How long nodes with kept memory may be away: longer than any measurement.
+/// Grace time of nodes with kept memory: longer than any measurement.
 const KEPT_TIME: &str = "10m";
 
 /// A private cluster: started by [`Cluster::up`], stopped when dropped.
@@ -72,7 +72,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Starts a cluster of this many nodes, each of which lends `memory_bytes`. The memory outlives
+    /// Starts a cluster of `nodes` nodes, each of which lends `memory_bytes`. The memory outlives
     /// the process of its node.
     ///
     /// # Errors
@@ -140,7 +140,7 @@ impl Cluster {
     /// Starts the daemons that do not run, by `aquifer up`.
     ///
     /// # Errors
-    /// If that fails.
+    /// If `aquifer up` fails.
     pub fn start_missing(&self) -> Result<(), BenchError> {
         self.control("up", &[])
     }
@@ -184,7 +184,7 @@ impl Drop for Cluster {
 
 fn aquifer(state: &Path) -> Result<Command, BenchError> {
     let mut command = Command::new(aquifer_program()?);
-    // These select another cluster than that of the bench.
+    // These variables would select another cluster than that of the bench.
     for variable in ["AQUIFER_AGENT", "AQUIFER_REPLICAS", "AQUIFER_STATE"] {
         command.env_remove(variable);
     }
@@ -234,7 +234,7 @@ fn control(state: &Path, what: &'static str, args: &[&OsStr]) -> Result<(), Benc
     Err(BenchError::Cluster { what, status: status.to_string(), message })
 }
 
-/// Stops and removes clusters whose owner was killed.
+/// Stops and removes the clusters of benches that were killed.
 fn stop_abandoned() {
     for path in folder::abandoned(&std::env::temp_dir(), PREFIX) {
         if control(&path, "down", &[]).is_ok() {
@@ -260,7 +260,7 @@ fn find_agent(value: &serde_json::Value) -> Option<AgentStatus> {
 /// Reads the statistics file of a run.
 ///
 /// # Errors
-/// If the file cannot be read, or is not what `aquifer run` writes.
+/// If the file cannot be read, or does not have the format of `aquifer run`.
 pub fn read_statistics(path: &PathBuf) -> Result<RunStatistics, BenchError> {
     let text = std::fs::read_to_string(path).map_err(BenchError::io("read the statistics in", path))?;
     serde_json::from_str(&text).map_err(|error| BenchError::io("parse the statistics in", path)(error.into()))

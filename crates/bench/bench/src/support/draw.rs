@@ -20,7 +20,7 @@ pub struct BarGroup {
 /// One row of a picture.
 #[derive(Clone, Debug)]
 pub struct Bar {
-    /// Its label.
+    /// Label of the row.
     pub name: String,
     /// Length of the bar, relative to others of its group.
     pub value: f64,
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_not_there_is_named() {
+    fn a_missing_folder_is_named() {
         let error = bars(Path::new("/nowhere/x.svg"), "x", &[]).unwrap_err().to_string();
         assert!(error.contains("/nowhere/x.svg"), "{error}");
     }

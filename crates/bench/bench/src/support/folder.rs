@@ -1,4 +1,4 @@
-//! Temporary folders of benches and of the demo, and removal of those that killed ones left.
+//! Temporary folders of benches and of the demo, and removal of the folders of killed ones.
 //!
 //! The name of a folder has the process number of its owner, so that a later bench finds the
 //! folders whose owner has ended.
@@ -17,10 +17,10 @@ const PREFIX: &str = "aquifer-bench-";
 /// Creates a temporary folder, after removing those of benches that have ended.
 ///
 /// # Errors
-/// If it cannot be created.
+/// If the folder cannot be created.
 pub fn temporary() -> Result<TempDir, BenchError> {
     for path in abandoned(&std::env::temp_dir(), PREFIX) {
-        // A failure to remove one is no reason not to measure.
+        // A failure to remove a folder is ignored: the bench can still measure.
         let _ = std::fs::remove_dir_all(&path);
     }
     create(PREFIX)
@@ -40,7 +40,7 @@ pub fn create(prefix: &str) -> Result<TempDir, BenchError> {
         .map_err(BenchError::io("create a folder in", &parent))
 }
 
-/// This user's folders with a prefix whose owner has ended.
+/// Folders of this user with a prefix, whose owner has ended.
 pub fn abandoned(parent: &Path, prefix: &str) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(parent) else {
         return Vec::new();

@@ -9,10 +9,10 @@ use crate::BenchError;
 /// Exit code after SIGINT, as shells have it: 128 + the signal's number.
 const EXIT_INTERRUPTED: u8 = 130;
 
-static ASKED: AtomicBool = AtomicBool::new(false);
+static REQUESTED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn on_signal(_signal: libc::c_int) {
-    ASKED.store(true, Ordering::SeqCst);
+    REQUESTED.store(true, Ordering::SeqCst);
 }
 
 /// Makes SIGINT, SIGTERM and SIGHUP set the flag.
@@ -28,15 +28,15 @@ pub fn install() {
     }
 }
 
-/// Whether a signal has arrived.
-pub fn asked() -> bool {
-    ASKED.load(Ordering::SeqCst)
+/// Whether a signal has asked to stop.
+pub fn is_requested() -> bool {
+    REQUESTED.load(Ordering::SeqCst)
 }
 
 /// Prints the message of an interruption and turns it into its exit code.
 ///
 /// # Errors
-/// Every other one.
+/// Every other error.
 pub fn outcome(result: Result<ExitCode, BenchError>) -> Result<ExitCode, BenchError> {
     match result {
         Err(error @ BenchError::Interrupted) => {
@@ -52,7 +52,7 @@ pub fn outcome(result: Result<ExitCode, BenchError>) -> Result<ExitCode, BenchEr
 /// # Errors
 /// [`BenchError::Interrupted`].
 pub fn check() -> Result<(), BenchError> {
-    if asked() { Err(BenchError::Interrupted) } else { Ok(()) }
+    if is_requested() { Err(BenchError::Interrupted) } else { Ok(()) }
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::BenchError;
 const WIDTH_PX: i32 = 890;
 const TITLE_PX: i32 = 34;
 const CHART_PX: i32 = 380;
-/// Charts beside each other.
+/// Most charts in a row.
 const COLUMNS_MAX: usize = 2;
 /// Colours of the series.
 const COLOURS: [RGBColor; 10] = [

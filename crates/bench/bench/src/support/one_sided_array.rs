@@ -1,5 +1,5 @@
-//! Client of the one-sided array, an entry with the owner for each 4 KiB: a state machine for the
-//! cost model and for real memory.
+//! Client of the one-sided array, which has an entry with the owner for each 4 KiB: a state machine
+//! for the cost model and for real memory.
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_CHUNKS;
@@ -17,9 +17,9 @@ pub enum Touch {
         /// The entry.
         entry: u32,
     },
-    /// A READ of neighbours, at most [`READ_MAX`].
+    /// A READ of neighbouring entries, at most [`READ_MAX`].
     Read {
-        /// The first.
+        /// The first entry.
         first: u32,
         /// Number of entries.
         count: u32,
@@ -40,7 +40,7 @@ pub struct Held {
     pub node: usize,
     /// The first entry.
     pub first: u32,
-    /// Their number, as a size class.
+    /// The number of entries, as a size class.
     pub class: SizeClass,
 }
 
@@ -52,7 +52,7 @@ pub struct ArrayClient {
     /// Owners of each node's entries, as far as this client knows.
     views: Vec<Vec<u16>>,
     cursor: u32,
-    /// The entries that it allocates.
+    /// The entries of the current allocation.
     now: Option<Held>,
     touches: Vec<Touch>,
     /// Entries claimed in a lost race, which are freed with the next attempt.

@@ -9,7 +9,7 @@ use super::cluster::Cluster;
 use super::programs::Latencies;
 use crate::BenchError;
 
-/// What the program does.
+/// Parameters of the program.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// Number of processes.
@@ -18,13 +18,13 @@ pub struct Load {
     pub bytes: u64,
     /// Limit of the run.
     pub limit_bytes: u64,
-    /// Time for which they write.
+    /// Time for which the processes write.
     pub seconds: u64,
     /// Replicas of each page.
     pub replicas: u64,
 }
 
-/// What the program prints as a line of JSON.
+/// The results that the program prints as a line of JSON.
 #[derive(Debug, Deserialize)]
 pub struct Figures {
     /// Time of the measurement.
@@ -33,7 +33,7 @@ pub struct Figures {
     pub touches: u64,
     /// Writes that took over 1 µs.
     pub faults: Latencies,
-    /// The longest of them.
+    /// The longest write.
     pub longest_us: f64,
     /// Wrong words.
     errors: u64,
@@ -42,7 +42,7 @@ pub struct Figures {
 /// Runs the program on the pool.
 ///
 /// # Errors
-/// If it fails, or has found a wrong word.
+/// If the program fails, or has found a wrong word.
 pub fn run(cluster: &Cluster, program: &Path, folder: &Path, load: Load) -> Result<Figures, BenchError> {
     let mut command = cluster.pooled_command(load.limit_bytes, &folder.join("stats.json"), program)?;
     command.env("AQUIFER_REPLICAS", load.replicas.to_string());
@@ -51,14 +51,14 @@ pub fn run(cluster: &Cluster, program: &Path, folder: &Path, load: Load) -> Resu
     let output = folder.join("output");
     let streams = Streams { input: None, output: &output };
     let outcome = child::run(command, &streams, Watched::Started, |_| {})?;
-    let (program, way) = ("processbench".to_owned(), format!("{} processes on the pool", load.processes));
+    let (program, context) = ("processbench".to_owned(), format!("{} processes on the pool", load.processes));
     if !outcome.status.success() {
         let (status, message) = (outcome.status.to_string(), outcome.message);
-        return Err(BenchError::Program { program, way, status, message });
+        return Err(BenchError::Program { program, context, status, message });
     }
     let text = std::fs::read_to_string(&output).map_err(BenchError::io("read", &output))?;
     match serde_json::from_str::<Figures>(&text) {
         Ok(figures) if figures.errors == 0 => Ok(figures),
-        _ => Err(BenchError::Figures { program, way, text }),
+        _ => Err(BenchError::Figures { program, context, text }),
     }
 }

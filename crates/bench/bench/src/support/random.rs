@@ -7,7 +7,7 @@ use super::bytes::float;
 pub struct Random(pub u64);
 
 impl Random {
-    /// A generator whose first number is the one with this place in the sequence of seed 0.
+    /// A generator whose first number is the one at position `seed` of the sequence of seed 0.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn every_run_asks_for_the_same() {
+    fn every_run_draws_the_same_keys() {
         let keys = |access| {
             let mut draw = Draw::new(access, KEYS);
             (0..100).map(|_| draw.key()).collect::<Vec<_>>()

@@ -71,12 +71,12 @@ pub struct Column {
 }
 
 impl Column {
-    /// Printed with its spread.
+    /// A column that is printed with its spread.
     pub fn full(name: &'static str) -> Self {
         Self { name, with_spread: true }
     }
 
-    /// Printed as its median only.
+    /// A column that is printed as its median only.
     pub fn middle(name: &'static str) -> Self {
         Self { name, with_spread: false }
     }
@@ -90,12 +90,12 @@ impl Column {
     }
 }
 
-/// A row: one way, measured in several rounds.
+/// A row: one measured configuration, with figures over several rounds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// Name.
     pub name: String,
-    /// Its figures, by name and unit.
+    /// The figures, by name and unit.
     pub figures: BTreeMap<&'static str, Spread>,
 }
 
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_a_dash() {
+    fn a_figure_that_was_not_measured_is_a_dash() {
         let text = report(2.0).to_text();
         let row = text.lines().find(|line| line.starts_with("pool")).unwrap();
         assert!(row.contains("2.00") && row.ends_with('–'), "{row}");

@@ -36,7 +36,7 @@ impl Server {
             if self.has_ended.load(Ordering::SeqCst) || start.elapsed() > START_TIMEOUT {
                 return Err(BenchError::Server {
                     program: program.into(),
-                    reason: "it does not answer".into(),
+                    reason: "the server does not answer".into(),
                 });
             }
             std::thread::sleep(RETRY_PAUSE);
@@ -65,7 +65,7 @@ pub fn beside<T: Send>(
             done
         });
         let mut asked = false;
-        let outcome = child::attend(command, streams, watched, |pid, _| {
+        let outcome = child::run_with_pid(command, streams, watched, |pid, _| {
             if worker.is_finished() && !asked {
                 asked = true;
                 let signal = if failed.load(Ordering::SeqCst) { Signal::KILL } else { end };
@@ -100,7 +100,7 @@ mod tests {
     const SERVER: &str = "trap 'exit 3' TERM; : > ready; while :; do :; done";
 
     #[test]
-    fn a_server_is_asked_to_end_when_the_work_is_done() {
+    fn a_server_gets_the_end_signal_when_the_work_is_done() {
         let folder = tempfile::tempdir().unwrap();
         let ready = folder.path().join("ready");
         let script = format!("cd {}; {SERVER}", folder.path().display());
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_is_gone_is_not_waited_for() {
+    fn a_server_that_has_ended_is_not_waited_for() {
         let (outcome, done) = shell("exit 5", |server| server.connect("sh", || None));
         assert_eq!(outcome.status.code(), Some(5));
         assert!(done.unwrap_err().to_string().contains("sh"));

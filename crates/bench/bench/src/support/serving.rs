@@ -11,7 +11,7 @@ use super::cluster::own_program;
 use super::folder;
 use crate::BenchError;
 
-/// A serving process. It ends when its standard input is closed, which dropping this does.
+/// A serving process, which ends when its standard input is closed. Dropping this closes it.
 #[derive(Debug)]
 pub struct ServingProcess {
     child: Child,
@@ -27,11 +27,11 @@ impl Drop for ServingProcess {
 }
 
 impl ServingProcess {
-    /// Starts the serving process of a bench. Returns with it the text of its ready message, and
-    /// the path at which it listens.
+    /// Starts the serving process of a bench. Returns the process, the text of its ready message,
+    /// and the path at which it listens.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If the process does not start.
     pub fn start(bench: &str) -> Result<(Self, String, PathBuf), BenchError> {
         let folder = folder::temporary()?;
         let path = folder.path().join("target");
@@ -65,7 +65,7 @@ impl ServingProcess {
     }
 }
 
-/// In the serving process: reports that it is ready, and ends the process when standard input ends.
+/// Reports that this serving process is ready, and ends it when standard input ends.
 ///
 /// # Errors
 /// If standard output cannot be written.

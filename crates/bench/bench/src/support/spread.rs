@@ -26,7 +26,7 @@ impl Spread {
         Some(Self { min: sorted[0], median, max: sorted[last] })
     }
 
-    /// That of one measurement.
+    /// The spread of one measurement.
     pub const fn one(value: f64) -> Self {
         Self { min: value, median: value, max: value }
     }

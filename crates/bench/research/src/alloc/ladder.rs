@@ -13,8 +13,8 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::op::{Action, WordAccess, WordAt};
 use aquifer_pool::word::{LogOp, SpanWord};
 
+use super::allocators::Allocator;
 use super::model::{Load, ModelResult, Scene, play};
-use super::ways::Way;
 use super::words::Arrived;
 
 /// A rung. Each includes the mechanisms of those before it.
@@ -48,7 +48,7 @@ impl Rung {
         }
     }
 
-    /// Whether it has contention control.
+    /// Whether the rung has contention control.
     pub fn has_contention_control(self) -> bool {
         self >= Self::Contention
     }
@@ -66,35 +66,35 @@ enum For {
 #[derive(Clone, Debug)]
 pub struct Account {
     rung: Rung,
-    /// What the action before was, of those whose next is part of the same step.
+    /// The previous action, if the next one may belong to the same step.
     before: Before,
-    /// What was asked for last is wanted by this mechanism.
+    /// The mechanism that the current action belongs to.
     wanted_for: For,
-    /// Words of sections were read: a survey that follows looks for room.
+    /// Whether words of sections were read, so that a following survey searches for free memory.
     searches: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Before {
     Other,
-    /// An entry of the log was looked at (L), and its word is next.
+    /// An entry of the log was read (step L), and its word is next.
     LogEntry,
-    /// A section's spans were looked at.
+    /// The spans of a section were read.
     Survey,
 }
 
 impl Account {
-    /// Of one client.
+    /// The account of one client.
     pub fn new(rung: Rung) -> Self {
         Self { rung, before: Before::Other, wanted_for: For::Bitmap, searches: false }
     }
 
-    /// Another operation begins.
+    /// Starts the account of another operation.
     pub fn begin(&mut self) {
         *self = Self::new(self.rung);
     }
 
-    /// That is to be done next.
+    /// Records the next action of the operation.
     pub fn note(&mut self, action: &Action) {
         let is_ready = |at: WordAt, desired: u64| {
             matches!(at, WordAt::Span(_))
@@ -109,9 +109,9 @@ impl Account {
             }
             // F6, and A0 of a span that another client has emptied.
             Some(WordAccess::Cas { at, desired, .. }) if is_ready(at, desired) => For::Log,
-            // The second look of L, and A0's at the section.
+            // The second read of L, and A0's read of the section.
             Some(WordAccess::Probe { .. }) if self.before != Before::Other => For::Log,
-            // A0 wants to know whose spans are, and whether they are ready.
+            // A0 reads the owners of the spans, and whether they are ready.
             Some(WordAccess::Read { .. }) if is_survey && !self.searches => For::Keys,
             _ => For::Bitmap,
         };
@@ -131,12 +131,13 @@ impl Account {
         }
     }
 
-    /// Whether nothing of what is to be done counts.
+    /// Whether no operation of an action counts on this rung.
     pub fn is_left_out(&self, action: &Action) -> bool {
         !self.has(self.wanted_for) || self.spared(action) == action.accesses().len() as u64
     }
 
-    /// Operations of an action that do not count: READs and WRITEs of what a rung does not have.
+    /// Operations of an action that do not count: READs and WRITEs of keys or logs that the rung
+    /// does not have.
     fn spared(&self, action: &Action) -> u64 {
         let is_spared = |access: &&WordAccess| match access {
             WordAccess::Read { at, .. } | WordAccess::Write { at, .. } => match at {
@@ -149,7 +150,7 @@ impl Account {
         action.accesses().iter().filter(is_spared).count() as u64
     }
 
-    /// What counts of that.
+    /// The part of an action's operations that counts on this rung.
     pub fn charge(&self, action: &Action, arrived: Arrived) -> Arrived {
         if !self.has(self.wanted_for) {
             return Arrived::default();
@@ -173,7 +174,7 @@ pub fn measure(sections: u32, allocations: usize, seeds: u64) -> Result<Vec<Tabl
         let mut rows = Vec::new();
         for rung in Rung::ALL {
             bar.set_message(format!("the ladder: {}", rung.name()));
-            let scene = Scene { way: Way::Part(rung), clients, nodes: 1, sections };
+            let scene = Scene { allocator: Allocator::Part(rung), clients, nodes: 1, sections };
             let outcomes: Result<Vec<ModelResult>, String> =
                 (0..seeds).map(|seed| play(&scene, &Load::Closed { class, allocations }, seed)).collect();
             let outcomes = outcomes.map_err(|reason| BenchError::Allocator { reason })?;
@@ -214,14 +215,14 @@ fn row(rung: Rung, outcomes: &[ModelResult]) -> Row {
 mod tests {
     use super::*;
 
-    fn played(way: Way) -> ModelResult {
-        let scene = Scene { way, clients: 16, nodes: 1, sections: 1536 };
+    fn played(allocator: Allocator) -> ModelResult {
+        let scene = Scene { allocator, clients: 16, nodes: 1, sections: 1536 };
         play(&scene, &Load::Closed { class: SizeClass::CHUNK, allocations: 2000 }, 1).unwrap()
     }
 
     #[test]
-    fn each_mechanism_costs_what_it_does() {
-        let all = Rung::ALL.map(|rung| played(Way::Part(rung)));
+    fn each_mechanism_has_its_cost() {
+        let all = Rung::ALL.map(|rung| played(Allocator::Part(rung)));
         let [bitmap, contention, keys, log, service] = &all;
         let trips = |of: &ModelResult| of.each(of.trips);
         assert!(bitmap.lost > contention.lost, "{} and {} failed CASes", bitmap.lost, contention.lost);
@@ -237,8 +238,8 @@ mod tests {
     }
 
     #[test]
-    fn without_the_service_it_is_ours() {
-        let (ours, part) = (played(Way::Ours), played(Way::Part(Rung::Log)));
+    fn the_rung_below_the_service_costs_as_much_as_the_pool() {
+        let (ours, part) = (played(Allocator::Pool), played(Allocator::Part(Rung::Log)));
         assert_eq!(ours.latencies_ns, part.latencies_ns);
         assert_eq!((ours.trips, ours.swaps, ours.free_ns), (part.trips, part.swaps, part.free_ns));
     }

@@ -9,11 +9,11 @@ use aquifer_bench::support::spread::{mean_us, permille_us};
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
-use super::ways::{Client, Way};
+use super::allocators::{Allocator, Client};
 use super::words::{Arrived, World};
 
 /// Half of the round trip of a READ, a WRITE or an atomic, in ns.
-pub const WAY_NS: u64 = 850;
+pub const ONE_WAY_NS: u64 = 850;
 /// Time of each further operation of a doorbell.
 pub const MORE_NS: u64 = 100;
 /// Time of an RPC on the node's only core. With the round trip an RPC takes 4 µs.
@@ -22,7 +22,7 @@ const RPC_NS: u64 = 2_300;
 const REGISTER_4M_NS: u64 = 450_000;
 /// Time on the node's core to bind a window.
 const BIND_NS: u64 = 1_300;
-/// At most half of the memory is allocated.
+/// At most 1/`FILL` of the memory is allocated.
 const FILL: u64 = 2;
 /// Most extents that a client holds.
 const HELD_MAX: u64 = 64;
@@ -30,9 +30,9 @@ const HELD_MAX: u64 = 64;
 /// A measured scene.
 #[derive(Clone, Copy, Debug)]
 pub struct Scene {
-    /// The way to allocate extents.
-    pub way: Way,
-    /// Number of clients. Each is of its own host, and makes no pause between two operations.
+    /// The allocator.
+    pub allocator: Allocator,
+    /// Number of clients. Each has its own host, and does not pause between two operations.
     pub clients: usize,
     /// Number of memory nodes.
     pub nodes: usize,
@@ -122,16 +122,16 @@ impl<'a> Demand<'a> {
             }
             Self::Trace(replays) => match replays[number].next(now_ns) {
                 None => Next::End,
-                Some((wish, at_ns)) if at_ns <= now_ns => Next::Begin(wish, at_ns),
+                Some((request, at_ns)) if at_ns <= now_ns => Next::Begin(request, at_ns),
                 Some((_, at_ns)) => Next::Rest(at_ns),
             },
         }
     }
 
-    /// Notes that the next operation has started.
-    fn begun(&mut self, number: usize, wish: AllocRequest) {
+    /// Records that the next operation has started.
+    fn begun(&mut self, number: usize, request: AllocRequest) {
         if let Self::Trace(replays) = self {
-            replays[number].begun(wish);
+            replays[number].begun(request);
         }
     }
 
@@ -203,7 +203,7 @@ enum Event {
 /// An operation in progress.
 #[derive(Clone, Copy, Debug)]
 struct Underway {
-    wish: AllocRequest,
+    request: AllocRequest,
     since_ns: u64,
 }
 
@@ -213,8 +213,8 @@ struct Underway {
 /// A message if an allocator has no extent although half of the memory is free.
 pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<ModelResult, String> {
     let mut game = Game {
-        way: scene.way,
-        world: World::new(scene.way, scene.sections_each(), scene.nodes),
+        allocator: scene.allocator,
+        world: World::new(scene.allocator, scene.sections_each(), scene.nodes),
         clients: (0..scene.clients).map(|number| Client::new(scene, number, seed)).collect(),
         demand: Demand::new(scene, load),
         underway: vec![None; scene.clients],
@@ -240,7 +240,7 @@ pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<ModelResult, St
 }
 
 struct Game<'a> {
-    way: Way,
+    allocator: Allocator,
     world: World,
     clients: Vec<Client>,
     demand: Demand<'a>,
@@ -262,18 +262,18 @@ impl Game<'_> {
         let mut leaves_ns = now_ns + MORE_NS * operations.saturating_sub(1);
         let mut cpu_ns = 0;
         if let Some(class) = rpc {
-            cpu_ns = RPC_NS + self.way.core_ns(class, REGISTER_4M_NS, BIND_NS);
+            cpu_ns = RPC_NS + self.allocator.core_ns(class, REGISTER_4M_NS, BIND_NS);
             leaves_ns = self.core_free_ns[node].max(now_ns) + cpu_ns;
             self.core_free_ns[node] = leaves_ns;
         }
-        let is_allocation = self.underway[number].is_some_and(|under| under.wish.is_allocation());
+        let is_allocation = self.underway[number].is_some_and(|under| under.request.is_allocation());
         if is_allocation && self.demand.is_measured() {
             self.outcome.trips += 1;
             self.outcome.swaps += swaps;
             self.outcome.lost += lost;
             self.outcome.node_cpu_ns += cpu_ns;
         }
-        self.post(leaves_ns + WAY_NS, Event::Returns, number);
+        self.post(leaves_ns + ONE_WAY_NS, Event::Returns, number);
     }
 
     fn returns(&mut self, number: usize, now_ns: u64) -> Result<(), String> {
@@ -284,10 +284,10 @@ impl Game<'_> {
                 self.count(under, now_ns);
             }
             match self.demand.next(number, self.clients[number].held(), now_ns) {
-                Next::Begin(wish, since_ns) => {
-                    self.demand.begun(number, wish);
-                    self.underway[number] = Some(Underway { wish, since_ns });
-                    is_over = self.clients[number].begin(wish)?;
+                Next::Begin(request, since_ns) => {
+                    self.demand.begun(number, request);
+                    self.underway[number] = Some(Underway { request, since_ns });
+                    is_over = self.clients[number].begin(request)?;
                 }
                 Next::Rest(at_ns) => {
                     self.post(at_ns, Event::Returns, number);
@@ -297,11 +297,11 @@ impl Game<'_> {
             }
         }
         if let Some(local_ns) = self.clients[number].local_ns() {
-            // Of what is left out of the account something may be to be done all the same.
+            // Operations that do not count are carried out, too.
             self.clients[number].arrive(&mut self.world);
             self.post(now_ns + local_ns, Event::Returns, number);
         } else {
-            self.post(now_ns + WAY_NS, Event::Arrives, number);
+            self.post(now_ns + ONE_WAY_NS, Event::Arrives, number);
         }
         Ok(())
     }
@@ -311,7 +311,7 @@ impl Game<'_> {
         if !self.demand.is_measured() {
             return;
         }
-        if under.wish.is_allocation() {
+        if under.request.is_allocation() {
             self.outcome.latencies_ns.push(took_ns);
         } else {
             self.outcome.frees += 1;
@@ -328,21 +328,21 @@ mod tests {
     fn every_line_of_a_trace_is_played_once_and_in_time() {
         let arrivals: Vec<Arrival> =
             (0..600).map(|number| Arrival { at_ns: number * 20_000, class: SizeClass::SPAN }).collect();
-        for way in Way::ALL {
-            let scene = Scene { way, clients: 4, nodes: 2, sections: 16 };
+        for allocator in Allocator::ALL {
+            let scene = Scene { allocator, clients: 4, nodes: 2, sections: 16 };
             let outcome = play(&scene, &Load::Trace(&arrivals), 1).unwrap();
-            assert_eq!(outcome.latencies_ns.len(), 600, "{way:?}");
+            assert_eq!(outcome.latencies_ns.len(), 600, "{allocator:?}");
             // A client's share is 32 of its 150 extents.
-            assert_eq!(outcome.frees, 4 * (150 - 32), "{way:?}");
-            assert!(outcome.latencies_ns[0] >= 2 * WAY_NS, "{way:?}");
+            assert_eq!(outcome.frees, 4 * (150 - 32), "{allocator:?}");
+            assert!(outcome.latencies_ns[0] >= 2 * ONE_WAY_NS, "{allocator:?}");
         }
     }
 
     #[test]
-    fn who_is_late_is_late_from_when_it_was_wanted() {
+    fn a_late_request_counts_from_when_it_was_due() {
         let arrivals = [Arrival { at_ns: 1_000_000, class: SizeClass::CHUNK }; 3];
-        let scene = Scene { way: Way::Array, clients: 1, nodes: 1, sections: 4 };
+        let scene = Scene { allocator: Allocator::Array, clients: 1, nodes: 1, sections: 4 };
         let outcome = play(&scene, &Load::Trace(&arrivals), 1).unwrap();
-        assert_eq!(outcome.latencies_ns, [1, 2, 3].map(|trips| trips * 2 * WAY_NS));
+        assert_eq!(outcome.latencies_ns, [1, 2, 3].map(|trips| trips * 2 * ONE_WAY_NS));
     }
 }

@@ -19,8 +19,8 @@ use aquifer_pool::op::{AllocOp, OpError, RecoverOp, Recovered, StateMachine, Ste
 use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::{NodeId, NodeMemory, PoolError, SizeClass, recover_node};
 
-use super::model::{MORE_NS, WAY_NS};
-use super::ways::Way;
+use super::allocators::Allocator;
+use super::model::{MORE_NS, ONE_WAY_NS};
 use super::words::NodeWords;
 
 /// Sections of a million chunks.
@@ -111,7 +111,7 @@ impl Node {
         Ok(Self { node_memory, reach, key, epoch: std::cell::Cell::new(1) })
     }
 
-    /// Makes the dead host own the extents, and measures their recovery.
+    /// Makes the dead host the owner of the extents, and measures their recovery.
     fn recovered_in_s(&self, held: &NodeWords) -> Result<f64, BenchError> {
         let layout = self.node_memory.layout;
         let parts = [
@@ -135,7 +135,7 @@ impl Node {
         let recovered = recovered.map_err(|error| failed(&error))?;
         check(&recovered)?;
         if self.node_memory.free_bytes() != layout.data_bytes() {
-            return Err(failed(&"something is left of the dead host"));
+            return Err(failed(&"memory of the dead host was not freed"));
         }
         Ok(time_s)
     }
@@ -145,7 +145,7 @@ fn check(recovered: &Recovered) -> Result<(), BenchError> {
     if recovered.chunks == u64::from(SECTIONS * SECTION_CHUNKS) && recovered.unowned == 0 {
         return Ok(());
     }
-    Err(failed(&format!("not everything was found: {recovered:?}")))
+    Err(failed(&format!("recovery did not free all extents: {recovered:?}")))
 }
 
 fn layout() -> Layout {
@@ -158,7 +158,7 @@ fn cache() -> NodeCache {
 
 /// Metadata of a node whose memory is all allocated by one host.
 fn held(class: SizeClass) -> Result<NodeWords, OpError> {
-    let (mut words, mut cache) = (NodeWords::new(Way::Ours, SECTIONS), cache());
+    let (mut words, mut cache) = (NodeWords::new(Allocator::Pool, SECTIONS), cache());
     for _ in 0..SECTIONS * SECTION_CHUNKS / class.chunks() {
         run(&mut words, &mut cache, AllocOp::new(DEAD, class)).0?;
     }
@@ -178,15 +178,15 @@ fn run<M: StateMachine>(
     cache: &mut NodeCache,
     mut machine: M,
 ) -> (Result<M::Output, OpError>, u64) {
-    let (mut heard, mut time_ns) = (Vec::new(), 0);
+    let (mut results, mut time_ns) = (Vec::new(), 0);
     let mut step = machine.start(cache);
     loop {
         match step {
             Step::Done(result) => return (result, time_ns),
             Step::Post(action) => {
-                let arrived = words.carry_out(&action, &mut heard);
-                time_ns += 2 * WAY_NS + MORE_NS * arrived.operations.saturating_sub(1);
-                step = machine.step(cache, StepResult(&heard));
+                let arrived = words.carry_out(&action, &mut results);
+                time_ns += 2 * ONE_WAY_NS + MORE_NS * arrived.operations.saturating_sub(1);
+                step = machine.step(cache, StepResult(&results));
             }
         }
     }

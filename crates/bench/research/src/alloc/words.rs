@@ -6,7 +6,7 @@ use aquifer_pool::layout::SECTION_ENTRIES;
 use aquifer_pool::op::{Action, WordAccess, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS};
 
-use super::ways::Way;
+use super::allocators::Allocator;
 
 /// Counts of a client's operations at a node.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,16 +42,17 @@ pub struct NodeWords {
 
 impl World {
     /// Metadata of free memory.
-    pub fn new(way: Way, sections: u32, nodes: usize) -> Self {
-        Self { nodes: (0..nodes).map(|_| NodeWords::new(way, sections)).collect() }
+    pub fn new(allocator: Allocator, sections: u32, nodes: usize) -> Self {
+        Self { nodes: (0..nodes).map(|_| NodeWords::new(allocator, sections)).collect() }
     }
 }
 
 impl NodeWords {
     /// Metadata of free memory.
-    pub fn new(way: Way, sections: u32) -> Self {
+    pub fn new(allocator: Allocator, sections: u32) -> Self {
         let of = |is_used: bool, each: u32| if is_used { (sections * each) as usize } else { 0 };
-        let (ours, array) = (matches!(way, Way::Ours | Way::Part(_)), way == Way::Array);
+        let (ours, array) =
+            (matches!(allocator, Allocator::Pool | Allocator::Part(_)), allocator == Allocator::Array);
         Self {
             sections: vec![0; of(ours, 1)],
             spans: vec![0; of(ours, SECTION_SPANS)],
@@ -80,19 +81,20 @@ impl NodeWords {
         found
     }
 
-    /// Carries out the operations of one doorbell of an array client, and returns the results.
-    pub fn touch(&mut self, touches: &[Touch], heard: &mut Vec<u16>) -> Arrived {
-        heard.clear();
+    /// Carries out the operations of one doorbell of an array client, and writes the outcomes to
+    /// `results`.
+    pub fn touch(&mut self, touches: &[Touch], results: &mut Vec<u16>) -> Arrived {
+        results.clear();
         let mut arrived = plain(touches.len() as u64);
         for touch in touches {
             match *touch {
                 Touch::Clear { entry } => self.owners[entry as usize] = 0,
                 Touch::Read { first, count } => {
-                    heard.extend_from_slice(&self.owners[first as usize..][..count as usize]);
+                    results.extend_from_slice(&self.owners[first as usize..][..count as usize]);
                 }
                 Touch::Claim { entry, host } => {
                     let owner = &mut self.owners[entry as usize];
-                    heard.push(*owner);
+                    results.push(*owner);
                     arrived.swaps += 1;
                     arrived.lost += u64::from(*owner != 0);
                     if *owner == 0 {
@@ -104,20 +106,20 @@ impl NodeWords {
         arrived
     }
 
-    /// Carries out an action of the pool, and writes the results to `heard`.
-    pub fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
-        heard.clear();
+    /// Carries out an action of the pool, and writes the outcomes to `results`.
+    pub fn carry_out(&mut self, action: &Action, results: &mut Vec<u64>) -> Arrived {
+        results.clear();
         let mut arrived = plain(action.accesses().len() as u64);
         for access in action.accesses() {
             match *access {
                 WordAccess::Cas { at, expected, desired } => {
                     let found = self.swap(at, expected, desired);
-                    heard.push(found);
+                    results.push(found);
                     arrived.swaps += 1;
                     arrived.lost += u64::from(found != expected);
                 }
-                WordAccess::Probe { at } => heard.push(self.words(at, 1)[0]),
-                WordAccess::Read { at, count } => heard.extend_from_slice(self.words(at, count as usize)),
+                WordAccess::Probe { at } => results.push(self.words(at, 1)[0]),
+                WordAccess::Read { at, count } => results.extend_from_slice(self.words(at, count as usize)),
                 WordAccess::Write { at, others, .. } => {
                     let words = self.words(at, usize::from(others) + 1);
                     words.iter_mut().zip(access.written()).for_each(|(word, value)| *word = value);
@@ -152,7 +154,7 @@ mod tests {
 
     #[test]
     fn two_clients_with_the_same_start_own_different_entries() {
-        let mut words = NodeWords::new(Way::Array, 1);
+        let mut words = NodeWords::new(Allocator::Array, 1);
         // With these seeds both start at the first entry.
         let mut clients = [1, 2].map(|host| ArrayClient::new(host, 1, 1, u64::from(host)));
         let mut owners = [0; SECTION_CHUNKS as usize];
@@ -184,7 +186,7 @@ mod tests {
 
     #[test]
     fn entries_that_others_have_freed_are_found() {
-        let mut words = NodeWords::new(Way::Array, 1);
+        let mut words = NodeWords::new(Allocator::Array, 1);
         let mut clients = [1, 2].map(|host| ArrayClient::new(host, 1, 1, 0));
         // The other client owns all entries, and this one learns that.
         assert!(clients[1].start_allocation(0, SizeClass::SECTION));

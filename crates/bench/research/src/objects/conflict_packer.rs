@@ -1,5 +1,5 @@
-//! Which blocks are merged where ids may clash: the emptiest first, each into the fullest that has
-//! room and none of its ids.
+//! Merges of blocks whose ids may clash: the emptiest block first, each into the fullest block that
+//! has room and none of its ids.
 
 use std::collections::BTreeMap;
 
@@ -35,14 +35,14 @@ impl ConflictPacker {
         packer
     }
 
-    /// Carries out the next merge. Returns the block that it has emptied; `None` if no block can be
-    /// merged any more.
+    /// Carries out the next merge. Returns the emptied block; `None` if no block can be merged any
+    /// more.
     pub fn merge(&mut self) -> Option<BlockId> {
         loop {
             let source = self.emptiest()?;
             let into = self.destination(source);
             self.forget(source);
-            // Without a destination it stays as it is.
+            // Without a destination the block stays as it is.
             let Some(into) = into else { continue };
             self.forget(into);
             let emptied = self.blocks.remove(&source)?;

@@ -1,4 +1,4 @@
-//! Ids that tell the objects of one block apart, and blocks that can be merged, in the paper and in
+//! Ids that identify the objects of one block, and blocks that can be merged, in the paper and in
 //! Mesh (§3.1.2, §3.4). The product has [`IdMode::Numbers`] only.
 
 use aquifer_objects::block::Block;
@@ -10,7 +10,7 @@ pub enum IdMode {
     Offsets,
     /// Random numbers of this many bits, unique in their block, as in CoRM-8, -12 and -16.
     Random {
-        /// At most 32.
+        /// Number of bits, at most 32.
         bits: u8,
     },
     /// Numbers that are unique in the heap for ever.
@@ -50,7 +50,7 @@ impl IdSet {
         }
     }
 
-    /// Whether no object of `other` has an id of these.
+    /// Whether no object of `other` has one of these ids.
     fn is_disjoint(&self, other: &Block) -> bool {
         other.objects().all(|(_, record)| self.bits[word(record.id)] >> (record.id % 64) & 1 == 0)
     }

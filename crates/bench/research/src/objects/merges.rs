@@ -1,4 +1,4 @@
-//! Figures 8 and 15, and Table 3: what the steps of a compaction cost, and the headers.
+//! Figures 8 and 15, and Table 3: the cost of the steps of a compaction, and the headers.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -28,7 +28,7 @@ fn table(title: String, columns: &[&'static str], rows: Vec<Row>) -> Table {
     Table { title, columns, pictured: None, ratio: None, rows }
 }
 
-/// Figure 8: how long it takes to change the memory behind an address.
+/// Figure 8: the time to change the memory behind an address.
 pub fn remaps() -> Result<Table, BenchError> {
     const STORES: u64 = 1_000_000;
     let columns = ["store in the table ns", "mmap and munmap µs"];
@@ -61,7 +61,7 @@ pub fn remaps() -> Result<Table, BenchError> {
     Ok(table(title, &columns, rows))
 }
 
-/// Figure 15: how long collection and merges take.
+/// Figure 15: the time of collection and of merges.
 pub fn compactions(is_quick: bool) -> Result<Vec<Table>, BenchError> {
     let sizes = if is_quick {
         [(0, "4 KiB"), (4, "64 KiB"), (6, "256 KiB")]
@@ -89,7 +89,7 @@ pub fn compactions(is_quick: bool) -> Result<Vec<Table>, BenchError> {
     for workers in [1, 2, 4, 8, 16, 32] {
         let mut row = Row { name: format!("{workers} workers"), figures: Default::default() };
         for (column, blocks) in columns.into_iter().zip([16, 128]) {
-            // Nothing can be merged: that leaves the collection.
+            // No blocks can be merged, so only the collection is measured.
             let times: Result<Vec<f64>, _> = (0..ROUNDS)
                 .map(|_| Fragmented::new(0, blocks * usize::from(workers), workers, 90)?.compact())
                 .collect();

@@ -1,5 +1,5 @@
-//! A heap without bytes, whose objects have ids by a mode: where objects are is up to the product's
-//! heap, and which blocks can be merged up to their ids.
+//! A heap without bytes, whose objects have ids by a mode: the product's heap places the objects,
+//! and their ids decide which blocks can be merged.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -95,7 +95,7 @@ impl ModelledHeap {
             return;
         }
         let slots = self.classes().get(class).expect("it exists").slots();
-        // In the order in which the product collects them.
+        // The product collects them in this order.
         let of_class = self.blocks.iter().filter(|(_, block)| block.class() == class && block.free() > 0);
         let of_class = of_class.map(|((_, id), block)| (*id, block.clone()));
         let mut packer = ConflictPacker::new(self.mode, slots, of_class);
@@ -103,7 +103,7 @@ impl ModelledHeap {
         self.merges.insert(class, merges as u64);
     }
 
-    /// How many blocks and objects a class has.
+    /// The numbers of blocks and objects of a class.
     pub fn class_usage(&self, class: ClassId, shape: Class) -> (u64, u64) {
         let HeapUsage { held_bytes, objects, .. } = self.heap.class_usage(class);
         let merges = self.merges.get(&class).copied().unwrap_or(0);
@@ -112,7 +112,7 @@ impl ModelledHeap {
     }
 }
 
-/// There are no bytes to move.
+/// The memory of a heap without bytes: all operations do nothing.
 struct NoBytes;
 
 impl Mover for NoBytes {

@@ -1,5 +1,5 @@
-//! A real allocator as a peer of figures 18 and 19: a process that has loaded it before libc
-//! allocates the objects of a trace by malloc, and says how much memory it takes.
+//! A real allocator as a peer of figures 18 and 19: a process with this allocator preloaded
+//! allocates the objects of a trace by malloc, and prints its memory.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,15 +14,15 @@ use parking_lot::Mutex;
 
 use super::traces::{TRACES, Trace, TraceHeap};
 
-/// Steps of a trace that the threads make side by side.
+/// Steps of a trace that the threads carry out concurrently.
 const STEPS_AT_ONCE: usize = 1024;
 /// Time for an allocator to compact after a trace. Mesh does so when memory is freed, ten times a
 /// second at most.
-const SETTLING: Duration = Duration::from_secs(2);
-/// Time between two looks meanwhile.
-const LOOK: Duration = Duration::from_millis(20);
+const COMPACTION_TIME: Duration = Duration::from_secs(2);
+/// Interval of samples of the resident memory during that time.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What the process is to do: `TRACE:THREADS`, such as `2:8`.
+/// The order of the process: `TRACE:THREADS`, such as `2:8`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Play {
     trace: Trace,
@@ -42,10 +42,10 @@ impl FromStr for Play {
     }
 }
 
-/// Bytes that a process takes for the objects of trace `number`, 1 to 3, with this allocator.
+/// Bytes that a process uses for the objects of trace `number`, 1 to 3, with this allocator.
 ///
 /// # Errors
-/// If the process cannot be run with it.
+/// If the process cannot be run with the allocator.
 pub fn measure(library: &Path, number: usize, threads: u16) -> Result<f64, BenchError> {
     let own = std::env::current_exe().map_err(BenchError::io("find the program of", library))?;
     let mut command = Command::new(own);
@@ -53,21 +53,21 @@ pub fn measure(library: &Path, number: usize, threads: u16) -> Result<f64, Bench
     let output = command.output().map_err(BenchError::io("run a process with", library))?;
     let (printed, message) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    // The dynamic linker goes on without a library that it cannot load.
+    // The dynamic linker ignores a library that it cannot load.
     let is_loaded = output.status.success() && !message.contains("cannot be preloaded");
     let bytes = printed.trim().parse().ok().filter(|_| is_loaded);
     bytes.ok_or_else(|| BenchError::Program {
         program: "the process that plays a trace of Redis".into(),
-        way: format!("with {}", library.display()),
+        context: format!("with {}", library.display()),
         status: output.status.to_string(),
         message: message.trim().to_owned(),
     })
 }
 
-/// Plays a trace with this process's own allocator. Returns the memory that it takes, in bytes.
+/// Plays a trace with this process's own allocator. Returns the memory of the objects in bytes.
 ///
 /// # Errors
-/// If the system does not say how much.
+/// If the system does not report the memory.
 pub fn play(play: Play) -> Result<u64, BenchError> {
     let mut recorder = Recorder { random: Random::new(18), threads: play.threads, ..Recorder::default() };
     play.trace.play(&mut recorder);
@@ -94,13 +94,13 @@ pub fn play(play: Play) -> Result<u64, BenchError> {
             finished.recv().expect("no thread ends before the trace");
         }
     }
-    let until = Instant::now() + SETTLING;
+    let until = Instant::now() + COMPACTION_TIME;
     let mut least = u64::MAX;
     while Instant::now() < until {
-        // A free gives the allocator an occasion to compact.
+        // Allocators may compact at a free.
         drop(std::hint::black_box(vec![1_u8; 150]));
         least = least.min(resident_bytes()?);
-        std::thread::sleep(LOOK);
+        std::thread::sleep(SAMPLE_INTERVAL);
     }
     Ok(least.saturating_sub(before))
 }
@@ -115,7 +115,7 @@ enum Step {
     Free(u32),
 }
 
-/// Writes down the steps of a trace, and the random thread that makes each (§4.4.3).
+/// Records the steps of a trace, and the random thread that carries out each (§4.4.3).
 #[derive(Debug)]
 struct Recorder {
     steps: Vec<(u16, Step)>,
@@ -123,7 +123,7 @@ struct Recorder {
     bytes: Vec<u32>,
     /// Where each object is allocated.
     born: Vec<usize>,
-    /// Objects that are freed when the part is over: another thread allocates them in it.
+    /// Objects that are freed after the current part, because another thread allocates them in it.
     late: Vec<u32>,
     random: Random,
     threads: u16,
@@ -178,7 +178,7 @@ impl TraceHeap for Recorder {
     }
 }
 
-/// Makes the steps of one thread, a part of the trace at a time.
+/// Carries out the steps of one thread, a part of the trace at a time.
 fn make_steps(
     thread: u16,
     turns: &Receiver<usize>,

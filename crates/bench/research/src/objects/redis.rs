@@ -125,7 +125,7 @@ impl Player {
                 if self.scheme.merges {
                     heap.compact(id);
                 }
-                // What the scheme's header takes, in place of ours.
+                // With the scheme's header instead of Aquifer's.
                 let (blocks, objects) = heap.class_usage(id, class);
                 let slot_bytes = self.scheme.slot_bytes(class.payload_bytes());
                 used.held += float(blocks) * f64::from(class.slots()) * slot_bytes;

@@ -1,13 +1,13 @@
-//! The schemes of the paper: how objects are told apart, and what their headers cost (Table 3).
+//! The schemes of the paper: the ids of objects, and the sizes of their headers (Table 3).
 
 use super::id_mode::IdMode;
 
 /// A scheme.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Scheme {
-    /// Name of its column.
+    /// Name of the scheme's column.
     pub name: &'static str,
-    /// How objects are told apart.
+    /// How objects get their ids.
     pub mode: IdMode,
     /// Whether blocks are merged at all.
     pub merges: bool,
@@ -45,10 +45,10 @@ pub const NUMBERS: Scheme = Scheme {
     may_split: false,
     header_bits: aquifer_objects::header::NUMBER_BITS,
 };
-/// The same, and blocks that fit into no other are split over two.
+/// Aquifer: blocks that fit into no other one are split over two.
 pub const SPLIT: Scheme = Scheme { name: "Aquifer, split", may_split: true, ..NUMBERS };
 
-/// All of them.
+/// All schemes.
 pub const ALL: [Scheme; 8] = [NONE, MESH, CORM_0, CORM_8, CORM_12, CORM_16, NUMBERS, SPLIT];
 
 impl Scheme {

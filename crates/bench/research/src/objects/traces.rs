@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use aquifer_bench::support::random::Random;
 
 const KEY_BYTES: u32 = 8;
-/// The cache of the second test.
+/// Capacity of the cache in the second test.
 const CAPACITY: u64 = 100 << 20;
 
 /// A test of Redis.
@@ -19,10 +19,10 @@ pub enum Trace {
     Removal,
 }
 
-/// All of them, in the paper's order.
+/// All traces, in the paper's order.
 pub const TRACES: [Trace; 3] = [Trace::Values, Trace::Cache, Trace::Removal];
 
-/// What allocates and frees the objects of a trace.
+/// A heap that allocates and frees the objects of a trace.
 pub trait TraceHeap {
     /// An object.
     type Object;

@@ -11,7 +11,7 @@ use super::pool::{Extent, SimulatedPool};
 
 /// Number of hosts.
 pub const HOSTS: usize = 8;
-/// 2 GiB.
+/// Pages of a host: 2 GiB.
 pub const HOST_PAGES: u64 = 524_288;
 /// Step of the virtual time.
 const TICK_S: u64 = 5;
@@ -23,7 +23,7 @@ const BLOCK_SECTIONS: u64 = 8;
 const BATCH_PAGES: u64 = 64;
 /// Percentage of the pool that is not used to start jobs.
 const RESERVE_PERCENT: u64 = 10;
-/// Number of ended jobs from which their mean need is used.
+/// Least number of ended jobs whose mean need is used.
 const KNOWN_MIN: u64 = 20;
 
 /// Allocation policy of remote memory.
@@ -199,13 +199,13 @@ impl SimulatedCluster {
         let is_measured = now_s >= WARM_S;
         for at in 0..self.running.len() {
             let wanted = self.running[at].job.remote_pages(self.running[at].ran_s + TICK_S);
-            let may_go_on = self.setting.policy == Policy::Static || self.resize(at, wanted)?;
-            if may_go_on {
+            let can_continue = self.setting.policy == Policy::Static || self.resize(at, wanted)?;
+            if can_continue {
                 self.running[at].ran_s += TICK_S;
             }
             if is_measured {
                 self.outcome.job_s += TICK_S;
-                self.outcome.stalled_s += if may_go_on { 0 } else { TICK_S };
+                self.outcome.stalled_s += if can_continue { 0 } else { TICK_S };
             }
         }
         let (ended, running) =
@@ -282,7 +282,8 @@ impl SimulatedCluster {
     }
 }
 
-/// Allocates pages in extents of the sizes of batches, or in smaller ones if there are none.
+/// Allocates pages in extents of the sizes of batches, or in smaller ones if no such extent is
+/// free.
 fn grow(pool: &mut SimulatedPool, running: &mut Running, more: u64) -> Result<(), String> {
     let goal = running.held + more;
     while running.held < goal {
@@ -367,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn who_premaps_never_stalls_and_holds_blocks() {
+    fn a_static_job_never_stalls_and_holds_blocks() {
         let outcome = play(&setting(Policy::Static, 0, 1024), 4).unwrap();
         assert_eq!(outcome.stalled_s, 0);
         let block = 8 * 512;

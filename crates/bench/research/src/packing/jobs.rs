@@ -98,7 +98,7 @@ impl Job {
         self.peak_pages / 2
     }
 
-    /// Most pages that it swaps out.
+    /// Most pages that the job swaps out.
     pub fn remote_pages_max(&self) -> u64 {
         self.peak_pages - self.local_pages()
     }

@@ -8,7 +8,7 @@ use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{AllocOp, FreeOp, Grant, OpError, StateMachine, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
 
-use crate::alloc::ways::Way;
+use crate::alloc::allocators::Allocator;
 use crate::alloc::words::NodeWords;
 
 /// Number of memory nodes.
@@ -58,13 +58,13 @@ impl SimulatedPool {
         let each = sections / 4;
         let node = |number: usize| {
             let layout = Layout::new(u16::try_from(number + 1).unwrap_or(1), each);
-            let layout = layout.expect("so many sections fit");
+            let layout = layout.expect("the sections fit into a layout");
             let cache = |host: usize| {
                 let search_start = search_start(number_of(host), number as u64);
                 NodeCache::new(&layout, search_start, Tenant(0), NumberSource::counted(1, 64))
             };
             Node {
-                words: NodeWords::new(Way::Ours, each),
+                words: NodeWords::new(Allocator::Pool, each),
                 caches: (0..hosts).map(cache).collect(),
                 owners: vec![0; (each * SECTION_CHUNKS) as usize],
                 free_pages: u64::from(each * SECTION_CHUNKS),
@@ -125,7 +125,7 @@ impl SimulatedPool {
         given.and_then(|outcomes| outcomes[0]).map_err(|error| format!("a free failed: {error:?}"))
     }
 
-    /// Discards what is known about full nodes, since freed small extents may have joined.
+    /// Discards the records of full nodes, because freed small extents may have joined.
     pub fn recheck(&mut self) {
         self.nodes.iter_mut().for_each(|node| node.full_from = SizeClass::COUNT);
     }
@@ -148,7 +148,7 @@ fn number_of(host: usize) -> Host {
 }
 
 impl Node {
-    /// Each chunk of it goes from one to the other.
+    /// Changes the owner of each chunk of an extent from `from` to `to`.
     fn note(&mut self, grant: Grant, from: u16, to: u16) -> Result<(), String> {
         for chunk in grant.chunk..grant.chunk + grant.class.chunks() {
             let owner = std::mem::replace(&mut self.owners[chunk as usize], to);
@@ -165,15 +165,15 @@ impl Node {
         mut machine: M,
         trips: &mut u64,
     ) -> Result<M::Output, OpError> {
-        let (cache, mut heard) = (&mut self.caches[host], Vec::new());
+        let (cache, mut results) = (&mut self.caches[host], Vec::new());
         let mut step = machine.start(cache);
         loop {
             match step {
                 Step::Done(outcome) => return outcome,
                 Step::Post(action) => {
-                    self.words.carry_out(&action, &mut heard);
+                    self.words.carry_out(&action, &mut results);
                     *trips += 1;
-                    step = machine.step(cache, StepResult(&heard));
+                    step = machine.step(cache, StepResult(&results));
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! All ways on this machine: a node in another process, and clients with an endpoint each, over
-//! shared memory and over TCP.
+//! All allocators on this machine: a node in another process, and clients with an endpoint each,
+//! over shared memory and over TCP.
 
 mod clients;
 mod counted;
@@ -21,16 +21,16 @@ use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, FabricAddress, Host, Identity, Tenant};
 use aquifer_pool::SizeClass;
 
-use clients::{AllocClient, RealWay};
+use clients::{AllocClient, RealAllocator};
 pub use replay::replay;
 use round::Measured;
 pub use server::serve_at;
 
 /// Cluster key of the bench's processes; it need not be secret.
 const KEY: ClusterKey = ClusterKey([13; 32]);
-/// 2 GiB.
+/// Sections of the node: 2 GiB.
 const NODE_SECTIONS: u32 = 1024;
-/// 4 KiB, 64 KiB, 2 MiB.
+/// Size classes of the tables: 4 KiB, 64 KiB and 2 MiB.
 const CLASSES: [u8; 3] = [0, 4, 9];
 const CLIENTS: [usize; 4] = [1, 4, 16, 128];
 
@@ -50,18 +50,22 @@ impl Node {
     }
 }
 
-/// Connects clients of a way. Host numbers are unique over all ways, since an RPC server answers to
-/// the number.
-fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<AllocClient>, BenchError> {
-    let failed = |reason: String| BenchError::Fabric { reason: format!("{}: {reason}", way.name()) };
-    let first = RealWay::ALL.iter().position(|other| *other == way).unwrap_or(0) * 256;
+/// Connects clients of an allocator. Host numbers are unique over all allocators, since an RPC
+/// server sends its answer to the host number.
+fn connect(
+    reach: &FabricAddress,
+    allocator: RealAllocator,
+    clients: usize,
+) -> Result<Vec<AllocClient>, BenchError> {
+    let failed = |reason: String| BenchError::Fabric { reason: format!("{}: {reason}", allocator.name()) };
+    let first = RealAllocator::ALL.iter().position(|other| *other == allocator).unwrap_or(0) * 256;
     let connect = |number: usize| {
         let host = Host(u16::try_from(first + number + 1).unwrap_or(u16::MAX));
         let who = Identity { host, epoch: 1, tenant: Tenant(0) };
         let endpoint: Box<dyn Endpoint> = reach
             .connect(who, Some(&KEY), &ConnectOptions { encrypt: false, ..ConnectOptions::default() })
             .map_err(|error| failed(error.to_string()))?;
-        AllocClient::new(way, host, endpoint).map_err(failed)
+        AllocClient::new(allocator, host, endpoint).map_err(failed)
     };
     (0..clients).map(connect).collect()
 }
@@ -74,10 +78,10 @@ struct Case {
     clients: usize,
 }
 
-/// Measures; returns tables and targets. `allocations` are those of a round.
+/// Measures `rounds` rounds of `allocations` allocations; returns tables and targets.
 ///
 /// # Errors
-/// If the serving process cannot be started, or a way fails.
+/// If the serving process cannot be started, or an allocator fails.
 pub fn measure(rounds: usize, allocations: usize) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
     let node = Node::start()?;
     let classes = CLASSES.into_iter().filter_map(SizeClass::new);
@@ -89,12 +93,12 @@ pub fn measure(rounds: usize, allocations: usize) -> Result<(Vec<Table>, Vec<Tar
     let (mut tables, mut targets) = (Vec::new(), Vec::new());
     for case in cases {
         bar.set_message(case.name(&node));
-        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealWay::ALL.len()];
+        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealAllocator::ALL.len()];
         // The first round is not counted: it maps the metadata.
         for round in 0..=rounds {
-            for (way, all) in RealWay::ALL.into_iter().zip(&mut all) {
+            for (allocator, all) in RealAllocator::ALL.into_iter().zip(&mut all) {
                 interrupt::check()?;
-                let clients = connect(&node.reaches[case.fabric], way, case.clients)?;
+                let clients = connect(&node.reaches[case.fabric], allocator, case.clients)?;
                 let measured = round::play(clients, node.process.pid(), case.class, allocations)?;
                 if round > 0 {
                     all.push(measured);
@@ -121,23 +125,28 @@ impl Case {
         format!("over {}: {size}, {} client{plural}", node.reaches[self.fabric].provider(), self.clients)
     }
 
-    /// Over TCP, the node's processor.
+    /// The target for the node's processor time, which exists over TCP only.
     fn target(self, node: &Node, all: &[Vec<Measured>]) -> Option<Target> {
         if !matches!(node.reaches[self.fabric], FabricAddress::Tcp(_)) {
             return None;
         }
-        let of = |way| {
-            let at = RealWay::ALL.iter().position(|other| *other == way)?;
+        let of = |allocator| {
+            let at = RealAllocator::ALL.iter().position(|other| *other == allocator)?;
             Some(all[at].iter().map(Measured::node_cpu_us).collect::<Vec<f64>>())
         };
-        let value = Spread::of_ratios(&of(RealWay::Ours)?, &of(RealWay::Rpc)?)?;
+        let value = Spread::of_ratios(&of(RealAllocator::Pool)?, &of(RealAllocator::Rpc)?)?;
         let name = format!("{}: the node's CPU for each, ÷ RPC's", self.name(node));
         Some(Target { name, value, bound: 1.0 / 3.0, at_most: true })
     }
 }
 
 fn table(title: &str, all: &[Vec<Measured>]) -> Table {
-    let rows = RealWay::ALL.iter().zip(all).map(|(way, rounds)| row(way.name(), rounds)).rev().collect();
+    let rows = RealAllocator::ALL
+        .iter()
+        .zip(all)
+        .map(|(allocator, rounds)| row(allocator.name(), rounds))
+        .rev()
+        .collect();
     let columns =
         ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "failed CASes", "node's CPU µs", "free µs"];
     let with_spread = ["mean µs", "node's CPU µs"];
@@ -178,9 +187,9 @@ mod tests {
     use super::clients::Allocation;
     use super::*;
 
-    /// Where it begins and how much it is, in the terms of its way.
-    fn place(taken: Allocation) -> (u64, u64) {
-        match taken {
+    /// Start and length of an allocation, in the unit of its allocator.
+    fn place(allocation: Allocation) -> (u64, u64) {
+        match allocation {
             Allocation::Chunk(chunk, class) => (u64::from(chunk) * 4096, class.bytes()),
             Allocation::Entries(held) => (u64::from(held.first) * 4096, held.class.bytes()),
             Allocation::Extent(extent) => (extent.addr, extent.class.bytes()),
@@ -189,31 +198,35 @@ mod tests {
     }
 
     #[test]
-    fn each_way_allocates_and_frees_distinct_extents() {
+    fn each_allocator_allocates_and_frees_distinct_extents() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
         let target = Arc::new(ShmTarget::listen(&path, shm::ShmOptions::default()).unwrap());
         let rpc_server = server::lend(&*target).unwrap();
         let served = Arc::clone(&target);
-        std::thread::spawn(move || server::attend(&*served, rpc_server));
+        std::thread::spawn(move || server::serve_rpcs(&*served, rpc_server));
         let reach = FabricAddress::Shm(path);
-        for way in RealWay::ALL.into_iter().filter(|way| *way != RealWay::Trip) {
-            let mut clients = connect(&reach, way, 2).unwrap();
+        for allocator in RealAllocator::ALL.into_iter().filter(|allocator| *allocator != RealAllocator::Trip)
+        {
+            let mut clients = connect(&reach, allocator, 2).unwrap();
             let mut held = Vec::new();
             for k in (0..SizeClass::COUNT).chain(0..SizeClass::COUNT) {
                 for (number, client) in clients.iter_mut().enumerate() {
                     held.push((number, client.allocate(SizeClass::new(k).unwrap()).unwrap()));
                 }
             }
-            let mut places: Vec<(u64, u64)> = held.iter().map(|(_, taken)| place(*taken)).collect();
+            let mut places: Vec<(u64, u64)> = held.iter().map(|(_, allocation)| place(*allocation)).collect();
             places.sort_unstable();
-            assert!(places.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0), "{way:?}: {places:?}");
-            for (number, taken) in held {
-                clients[number].free(taken).unwrap();
+            assert!(
+                places.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0),
+                "{allocator:?}: {places:?}"
+            );
+            for (number, allocation) in held {
+                clients[number].free(allocation).unwrap();
             }
             let measured = round::play(clients, std::process::id(), SizeClass::CHUNK, 400).unwrap();
-            assert!(measured.count() > 0.0 && measured.frees > 0, "{way:?}");
-            assert!(measured.counts.trips >= measured.latencies_ns.len() as u64, "{way:?}");
+            assert!(measured.count() > 0.0 && measured.frees > 0, "{allocator:?}");
+            assert!(measured.counts.trips >= measured.latencies_ns.len() as u64, "{allocator:?}");
         }
     }
 }

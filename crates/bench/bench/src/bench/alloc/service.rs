@@ -12,7 +12,7 @@ use aquifer_client::{Extent, Session};
 
 /// Memory that the nodes lend together.
 const MEMORY_BYTES: u64 = 512 << 20;
-/// Extents that are held where each comes from the pool: an eighth of what one user may have.
+/// Most extents held while each allocation comes from the pool: an eighth of a user's limit.
 const HELD_MAX: usize = 8192;
 const AT_ONCE: usize = 64;
 /// Number of allocations of 64 extents at once, which are held.

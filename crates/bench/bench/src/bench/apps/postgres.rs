@@ -21,9 +21,9 @@ const PROGRAM: &str = "postgres";
 const VERSIONS: &str = "/usr/lib/postgresql";
 const USER: &str = "bench";
 const SHARED_BUFFERS_BYTES: u64 = 4 << 20;
-/// `work_mem`: more than a sort needs, so that sorts do not use files.
+/// Option `work_mem`: more than a sort needs, so that sorts do not use files.
 const WORK_MEM: &str = "work_mem=512MB";
-/// Number of clients. With several, almost every run on kernel swap fails, since the kernel finds
+/// Number of clients. With several, almost every run on kernel swap fails, because the kernel finds
 /// no page to swap out.
 const CLIENTS: &str = "1";
 
@@ -65,11 +65,11 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// If it is installed: makes its data in the home of the unprivileged user; `folder` gets what
-    /// its clients write.
+    /// Creates the data in the home of the unprivileged user; `None` if PostgreSQL is not
+    /// installed. Clients write to `folder`.
     ///
     /// # Errors
-    /// If the data cannot be made.
+    /// If the data cannot be created.
     pub fn find(size: Size, user: &UnprivilegedUser, folder: &Path) -> Result<Option<Self>, BenchError> {
         let Some(programs) = find_programs(Path::new(VERSIONS)) else {
             return Ok(None);
@@ -102,7 +102,7 @@ impl Postgres {
         done.map(drop).map_err(|error| explain(error, &outcome))
     }
 
-    /// Restores the data, so that each run begins with the same.
+    /// The folder of the initial data, from which each run starts.
     fn template(&self) -> PathBuf {
         self.home.join("template")
     }
@@ -183,7 +183,7 @@ impl Postgres {
         if !digest.starts_with("t|") || latencies_us.is_empty() {
             return Err(BenchError::Wrong {
                 program: PROGRAM.into(),
-                way: "its tables after pgbench".into(),
+                context: "its tables after pgbench".into(),
                 what: format!("accounts, tellers, branches and history do not sum up: {digest}"),
             });
         }
@@ -237,7 +237,7 @@ fn explain(error: BenchError, outcome: &ProgramOutcome) -> BenchError {
     }
 }
 
-/// The newest installed version.
+/// Folder of the programs of the newest installed version.
 fn find_programs(versions: &Path) -> Option<PathBuf> {
     let folders = std::fs::read_dir(versions).ok()?.flatten();
     let version = |name: &OsStr| name.to_str()?.parse::<u32>().ok();
@@ -258,7 +258,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn latencies_stand_third_in_the_log() {
+    fn the_latency_is_the_third_word_of_a_log_line() {
         assert_eq!(parse_latency_us("0 1 4821 0 1499414498 34501"), Some(4821.0));
         for line in ["", "0 1", "0 1 skipped 0 1 2", "0 1 failed 0 1 2"] {
             assert_eq!(parse_latency_us(line), None, "{line}");
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_whole_version_is_taken() {
+    fn the_newest_complete_version_is_chosen() {
         let folder = tempfile::tempdir().unwrap();
         for (version, programs) in [
             ("9", &["initdb", "pgbench", "psql", "postgres"][..]),

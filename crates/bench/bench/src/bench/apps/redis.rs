@@ -18,7 +18,7 @@ use super::{App, Played, Size, find_program};
 const PROGRAM: &str = "redis-server";
 /// Length of a value. With its overhead, redis allocates 1 KiB.
 const VALUE_BYTES: usize = 1000;
-/// Requests for each SET.
+/// One of this many requests is a SET.
 const SET_ONCE_IN: usize = 10;
 /// Commands in flight while the server is filled and checked.
 const BATCH: usize = 128;
@@ -39,8 +39,7 @@ impl Redis {
     }
 
     fn work(&self, server: &server::Server) -> Result<Played, BenchError> {
-        // redis uses this processor for its main thread only, so the worker of Aquifer is not
-        // pinned.
+        // redis pins only its main thread to this processor, so Aquifer's worker is not pinned.
         let processor = first_processor();
         let mut only = CpuSet::new();
         only.set(processor);
@@ -178,7 +177,7 @@ fn failed(error: std::io::Error) -> BenchError {
 }
 
 fn wrong(what: String) -> BenchError {
-    BenchError::Wrong { program: PROGRAM.into(), way: "a value over its socket".into(), what }
+    BenchError::Wrong { program: PROGRAM.into(), context: "a value over its socket".into(), what }
 }
 
 fn name(key: usize) -> Vec<u8> {
@@ -200,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_two_values_are_alike() {
+    fn values_of_different_keys_or_versions_differ() {
         let values: Vec<Vec<u8>> =
             [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(key, version)| value(key, version)).to_vec();
         for (at, one) in values.iter().enumerate() {

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// Time to wait for an answer.
+/// Longest time to wait for an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 /// Longest line of the protocol; values are not lines.
 const LINE_BYTES_MAX: u64 = 512;
@@ -83,7 +83,7 @@ impl<S: Read + Write> Client<S> {
         let Some(line) = self.line.strip_suffix(b"\r\n") else {
             return Err(Error::new(
                 ErrorKind::UnexpectedEof,
-                "the server closed the connection, or a line has no end",
+                "the server closed the connection, or a line is too long",
             ));
         };
         let text = String::from_utf8_lossy(line.get(1..).unwrap_or_default());
@@ -108,7 +108,10 @@ impl<S: Read + Write> Client<S> {
         let mut end = [0; 2];
         self.stream.read_exact(&mut end)?;
         if end != *b"\r\n" {
-            return Err(Error::new(ErrorKind::InvalidData, "a value that is longer than was said"));
+            return Err(Error::new(
+                ErrorKind::InvalidData,
+                "the value does not end after its announced length",
+            ));
         }
         Ok(Answer::Value)
     }
@@ -157,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_told_apart() {
+    fn each_kind_of_answer_is_recognized() {
         let mut client = client(b"+OK\r\n$4\r\na\r\nb\r\n$-1\r\n:7\r\n$0\r\n\r\n-ERR no\r\n");
         let mut value = b"before".to_vec();
         assert_eq!(client.receive(&mut value).unwrap(), Answer::Done);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
 use aquifer_bench::support::spread::Spread;
 
-use super::ways::Way;
+use super::backends::AppBackend;
 use super::{Sample, Samples, Size};
 
 /// Percentage at which the targets compare with the peer.
@@ -21,46 +21,46 @@ struct View<'a> {
 }
 
 impl View<'_> {
-    fn sample(&self, way: Way, round: usize) -> Option<&Sample> {
+    fn sample(&self, backend: AppBackend, round: usize) -> Option<&Sample> {
         // The plain run has all its memory at each percentage.
-        let percent = if way == Way::Plain { 100 } else { self.percent };
-        self.samples.get(&(self.app, percent, way))?.get(round)?.as_ref()
+        let percent = if backend == AppBackend::Plain { 100 } else { self.percent };
+        self.samples.get(&(self.app, percent, backend))?.get(round)?.as_ref()
     }
 
-    fn figure(&self, way: Way, name: &str, round: usize) -> Option<f64> {
-        self.sample(way, round)?.get(name).copied()
+    fn figure(&self, backend: AppBackend, name: &str, round: usize) -> Option<f64> {
+        self.sample(backend, round)?.get(name).copied()
     }
 
     fn spread(&self, pick: impl Fn(usize) -> Option<f64>) -> Option<Spread> {
         Spread::of(&(0..self.rounds).filter_map(pick).collect::<Vec<_>>())
     }
 
-    /// Time of another way ÷ that of this one, in the same round.
-    fn ahead_of(&self, other: Way, way: Way) -> Option<Spread> {
-        self.spread(|round| Some(self.figure(other, "s", round)? / self.figure(way, "s", round)?))
+    /// Time on another backend ÷ that on this one, in the same round.
+    fn ahead_of(&self, other: AppBackend, backend: AppBackend) -> Option<Spread> {
+        self.spread(|round| Some(self.figure(other, "s", round)? / self.figure(backend, "s", round)?))
     }
 
-    fn row(&self, way: Way) -> Row {
-        let names = (0..self.rounds).filter_map(|round| self.sample(way, round)).flat_map(BTreeMap::keys);
+    fn row(&self, backend: AppBackend) -> Row {
+        let names = (0..self.rounds).filter_map(|round| self.sample(backend, round)).flat_map(BTreeMap::keys);
         let mut figures: BTreeMap<&'static str, Spread> = names
-            .filter_map(|&name| Some((name, self.spread(|round| self.figure(way, name, round))?)))
+            .filter_map(|&name| Some((name, self.spread(|round| self.figure(backend, name, round))?)))
             .collect();
         let mut put = |name, spread: Option<Spread>| figures.extend(spread.map(|spread| (name, spread)));
-        if way != Way::Plain {
+        if backend != AppBackend::Plain {
             put(
                 "s ÷ plain",
                 self.spread(|round| {
-                    Some(self.figure(way, "s", round)? / self.figure(Way::Plain, "s", round)?)
+                    Some(self.figure(backend, "s", round)? / self.figure(AppBackend::Plain, "s", round)?)
                 }),
             );
         }
-        if way != Way::SwapFile {
-            put("swap file's s ÷ this", self.ahead_of(Way::SwapFile, way));
+        if backend != AppBackend::SwapFile {
+            put("swap file's s ÷ this", self.ahead_of(AppBackend::SwapFile, backend));
         }
-        Row { name: way.name().into(), figures }
+        Row { name: backend.name().into(), figures }
     }
 
-    fn table(&self, ways: &[Way]) -> Table {
+    fn table(&self, backends: &[AppBackend]) -> Table {
         Table {
             title: format!("{}, {} % fit", self.name, self.percent),
             columns: vec![
@@ -76,44 +76,58 @@ impl View<'_> {
             ],
             pictured: Some("s"),
             ratio: Some("swap file's s ÷ this"),
-            rows: ways.iter().chain([&Way::Plain]).map(|&way| self.row(way)).collect(),
+            rows: backends.iter().chain([&AppBackend::Plain]).map(|&backend| self.row(backend)).collect(),
         }
     }
 
-    /// Targets for the resident memory on the pool.
-    fn limit_holds(&self, way: Way) -> Option<Target> {
-        let figure = |name, round| self.figure(way, name, round);
+    /// The target for the resident memory on the pool.
+    fn limit_holds(&self, backend: AppBackend) -> Option<Target> {
+        let figure = |name, round| self.figure(backend, name, round);
         let over = |round| Some(figure("resident MiB", round)? - 1.1 * figure("limit MiB", round)?);
-        let name =
-            format!("{}, {} % fit: resident MiB over limit + 10 %, {}", self.name, self.percent, way.name());
+        let name = format!(
+            "{}, {} % fit: resident MiB over limit + 10 %, {}",
+            self.name,
+            self.percent,
+            backend.name()
+        );
         Some(Target { name, value: self.spread(over)?, bound: 16.0, at_most: true })
     }
 
-    fn pools(&self, ways: &[Way]) -> impl Iterator<Item = Way> + Clone {
+    fn pools(&self, backends: &[AppBackend]) -> impl Iterator<Item = AppBackend> + Clone {
         let is_judged = self.percent == JUDGED_PERCENT;
-        ways.iter().copied().filter(move |way| way.fabric().is_some() && is_judged)
+        backends.iter().copied().filter(move |backend| backend.fabric().is_some() && is_judged)
     }
 
-    fn targets(&self, ways: &[Way]) -> Vec<Target> {
-        let pools = self.pools(ways);
-        let target = |way: Way| {
-            let name = format!("{}, {} % fit: swap file's s ÷ {}'s", self.name, self.percent, way.name());
-            Some(Target { name, value: self.ahead_of(Way::SwapFile, way)?, bound: 1.0, at_most: false })
+    fn targets(&self, backends: &[AppBackend]) -> Vec<Target> {
+        let pools = self.pools(backends);
+        let target = |backend: AppBackend| {
+            let name = format!("{}, {} % fit: swap file's s ÷ {}'s", self.name, self.percent, backend.name());
+            Some(Target {
+                name,
+                value: self.ahead_of(AppBackend::SwapFile, backend)?,
+                bound: 1.0,
+                at_most: false,
+            })
         };
-        pools.clone().filter_map(target).chain(pools.filter_map(|way| self.limit_holds(way))).collect()
+        pools
+            .clone()
+            .filter_map(target)
+            .chain(pools.filter_map(|backend| self.limit_holds(backend)))
+            .collect()
     }
 
-    /// Notes about ways without a comparison, because the kernel killed the peer in each round.
-    fn unjudged(&self, ways: &[Way]) -> Vec<String> {
-        let without_peer = self
-            .pools(ways)
-            .filter(|way| ways.contains(&Way::SwapFile) && self.ahead_of(Way::SwapFile, *way).is_none());
-        let note = |way: Way| {
+    /// Notes about pools without a comparison, because the kernel killed the peer in each round.
+    fn unjudged(&self, backends: &[AppBackend]) -> Vec<String> {
+        let without_peer = self.pools(backends).filter(|backend| {
+            backends.contains(&AppBackend::SwapFile)
+                && self.ahead_of(AppBackend::SwapFile, *backend).is_none()
+        });
+        let note = |backend: AppBackend| {
             format!(
                 "not judged: {}, {} % fit, {}: no run on the swap file ended well",
                 self.name,
                 self.percent,
-                way.name()
+                backend.name()
             )
         };
         without_peer.map(note).collect()
@@ -121,13 +135,19 @@ impl View<'_> {
 }
 
 /// Fills tables and targets.
-pub fn fill(report: &mut Report, size: Size, names: &[&'static str], ways: &[Way], samples: &Samples) {
+pub fn fill(
+    report: &mut Report,
+    size: Size,
+    names: &[&'static str],
+    backends: &[AppBackend],
+    samples: &Samples,
+) {
     for (app, &name) in names.iter().enumerate() {
         for &percent in size.fits {
             let view = View { rounds: size.rounds, app, name, percent, samples };
-            report.tables.push(view.table(ways));
-            report.targets.extend(view.targets(ways));
-            report.notes.extend(view.unjudged(ways));
+            report.tables.push(view.table(backends));
+            report.targets.extend(view.targets(backends));
+            report.notes.extend(view.unjudged(backends));
         }
     }
 }
@@ -136,7 +156,7 @@ pub fn fill(report: &mut Report, size: Size, names: &[&'static str], ways: &[Way
 mod tests {
     use super::*;
 
-    const WAYS: [Way; 3] = [Way::PoolShm, Way::PoolTcp, Way::SwapFile];
+    const BACKENDS: [AppBackend; 3] = [AppBackend::PoolShm, AppBackend::PoolTcp, AppBackend::SwapFile];
 
     fn samples() -> Samples {
         let of = |seconds: &[f64]| -> Vec<Option<Sample>> {
@@ -155,19 +175,19 @@ mod tests {
                 .collect()
         };
         Samples::from([
-            ((0, 100, Way::Plain), of(&[1.0, 2.0])),
-            ((0, 100, Way::PoolShm), of(&[1.0, 2.0])),
-            ((0, 25, Way::PoolShm), of(&[2.0, 4.0])),
-            ((0, 25, Way::PoolTcp), of(&[8.0, 8.0])),
+            ((0, 100, AppBackend::Plain), of(&[1.0, 2.0])),
+            ((0, 100, AppBackend::PoolShm), of(&[1.0, 2.0])),
+            ((0, 25, AppBackend::PoolShm), of(&[2.0, 4.0])),
+            ((0, 25, AppBackend::PoolTcp), of(&[8.0, 8.0])),
             // In the second round the kernel killed the program.
-            ((0, 25, Way::SwapFile), of(&[4.0, 0.0])),
+            ((0, 25, AppBackend::SwapFile), of(&[4.0, 0.0])),
         ])
     }
 
     fn report() -> Report {
         let mut report = Report::new("apps", true);
         let size = Size { rounds: 2, ..Size::QUICK };
-        fill(&mut report, size, &["redis"], &WAYS, &samples());
+        fill(&mut report, size, &["redis"], &BACKENDS, &samples());
         report
     }
 
@@ -201,11 +221,11 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_peer_left_is_said_not_to_be_judged() {
+    fn a_pool_whose_peer_was_always_killed_is_reported_as_not_judged() {
         let mut samples = samples();
-        samples.insert((0, 25, Way::SwapFile), vec![None, None]);
+        samples.insert((0, 25, AppBackend::SwapFile), vec![None, None]);
         let mut report = Report::new("apps", true);
-        fill(&mut report, Size { rounds: 2, ..Size::QUICK }, &["redis"], &WAYS, &samples);
+        fill(&mut report, Size { rounds: 2, ..Size::QUICK }, &["redis"], &BACKENDS, &samples);
         assert_eq!(report.targets.len(), 2, "that limits hold");
         assert_eq!(
             report.notes,

@@ -63,7 +63,7 @@ impl UnprivilegedUser {
         self.folder.path().join("home")
     }
 
-    /// Path for the shared socket of a cluster; `None` if the user is that of this process.
+    /// Path for the shared socket of a cluster; `None` if this process runs as the user.
     pub fn socket(&self, cluster: &str) -> Option<PathBuf> {
         self.is_other.then(|| self.folder.path().join(format!("{cluster}.sock")))
     }

@@ -16,11 +16,11 @@ pub enum Operation {
     Set(u32),
 }
 
-/// A request that was sent.
+/// A request in flight.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     operation: Operation,
-    /// The version that was set, or the oldest that a get may find.
+    /// The version that was set, or the oldest version that a get may return.
     version: u32,
 }
 
@@ -35,12 +35,12 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// All requests.
+    /// Number of all requests.
     pub fn requests(&self) -> u64 {
         self.hits + self.misses + self.sets + self.refused
     }
 
-    /// Adds others.
+    /// Adds other counts.
     pub fn add(&mut self, other: Self) {
         self.hits += other.hits;
         self.misses += other.misses;
@@ -56,7 +56,7 @@ pub struct Connection {
     request: Vec<u8>,
     written: usize,
     buffer: Vec<u8>,
-    /// The part of the buffer that is read and not yet parsed.
+    /// The part of the buffer with received bytes that are not yet parsed.
     unparsed: std::ops::Range<usize>,
     batch: Vec<Sent>,
     answered: usize,
@@ -68,7 +68,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Uses a stream that does not block.
+    /// A connection over a stream, which must be non-blocking.
     pub fn over(stream: TcpStream) -> Self {
         Self {
             stream,
@@ -89,8 +89,8 @@ impl Connection {
         &self.stream
     }
 
-    /// Prepares a batch of at most `depth` requests, and returns how many there are. The keys that
-    /// the last batch did not find come first, as sets.
+    /// Prepares a batch of at most `depth` requests, and returns their number. Sets of the keys
+    /// that the last batch did not find come first.
     pub fn fill(
         &mut self,
         depth: usize,
@@ -113,7 +113,7 @@ impl Connection {
         self.batch.len()
     }
 
-    /// Sends as much of the batch as the socket accepts. Returns whether that is all.
+    /// Sends as much of the batch as the socket accepts. Returns true if all of it was sent.
     ///
     /// # Errors
     /// If the connection breaks.
@@ -129,13 +129,13 @@ impl Connection {
         Ok(true)
     }
 
-    /// Reads once and checks the replies. Returns whether the batch has all of them.
+    /// Reads once and checks the replies. Returns true if the batch is complete.
     ///
     /// # Errors
     /// If the connection breaks, or a reply is wrong.
     pub fn read(&mut self, items: &mut Items, sets_missed: bool, now_ms: u32) -> Result<bool, String> {
         match self.stream.read(&mut self.buffer[self.unparsed.end..]) {
-            Ok(0) => return Err("it has closed a connection".into()),
+            Ok(0) => return Err("the server closed a connection".into()),
             Ok(bytes) => self.unparsed.end += bytes,
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(error) => return Err(error.to_string()),
@@ -175,12 +175,12 @@ impl Connection {
         Ok(true)
     }
 
-    /// The replies to the batch that were read.
+    /// Counts of the replies to the batch that were received.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Moves what is unparsed to the start of the buffer, and enlarges a full one.
+    /// Moves the unparsed bytes to the start of the buffer, and enlarges a full buffer.
     fn make_room(&mut self) {
         if self.unparsed.end < self.buffer.len() {
             return;

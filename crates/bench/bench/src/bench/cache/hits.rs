@@ -19,7 +19,7 @@ const SKEWS: [f64; 2] = [0.99, 1.2];
 const EXPIRING: Lifetime = Lifetime::Seconds { min: 2, max: 12 };
 /// Operations a second in the cells with expiry, so that the same items expire in each server.
 const EXPIRING_PER_S: u32 = 40_000;
-/// A server that has less than this part of the rate is measured again.
+/// A measurement below this part of the rate is repeated.
 const RATE_PART_MIN: f64 = 0.98;
 const ATTEMPTS: usize = 3;
 /// Least memory of a server with expiry.
@@ -34,12 +34,12 @@ const PEER_MIB: &str = "memcached MiB";
 const OUR_RATE: &str = "Aquifer k/s";
 const PEER_RATE: &str = "memcached k/s";
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Volume {
     /// Option `-m` of the servers.
     pub memory_mib: u32,
-    /// Measured operations. As many are played before, after each key was set once.
+    /// Number of measured operations. The same number is played before, once all keys are set.
     pub operations: u32,
 }
 
@@ -53,7 +53,7 @@ struct Cell {
     sets: usize,
 }
 
-/// What was measured of one server in one cell.
+/// Results of one server in one cell.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
     hit_percent: f64,
@@ -157,7 +157,7 @@ impl Cell {
         self.expires() && measured.thousand_per_s * 1e3 < RATE_PART_MIN * f64::from(EXPIRING_PER_S)
     }
 
-    /// Option `-m`. Short values with expiry have a part of it, so that not all of them fit.
+    /// Option `-m`. With short values that expire it is smaller, so that not all of them fit.
     fn memory_mib(&self, volume: Volume) -> u32 {
         if self.expires() && self.lengths != Lengths::Mixed {
             (volume.memory_mib / 4).max(EXPIRING_MIB_MIN)
@@ -166,13 +166,13 @@ impl Cell {
         }
     }
 
-    /// Keys with several times as many bytes as the memory has.
+    /// Number of keys: keys and values have several times as many bytes as the memory.
     fn keys(&self, volume: Volume) -> u32 {
         let keys_per_mib = if self.lengths == Lengths::Mixed { 3125 } else { 31_250 };
         keys_per_mib * self.memory_mib(volume)
     }
 
-    /// Measured operations: fewer where the memory holds fewer items, or where they expire.
+    /// Number of measured operations: fewer if the memory holds fewer items, or if items expire.
     fn measured(&self, volume: Volume) -> usize {
         let parts = match self.lengths {
             _ if self.expires() => 1,
@@ -198,7 +198,7 @@ impl Cell {
         let mut operations = self.operations(keys);
         load.play(pace, None, &mut operations.by_ref().take(self.measured(volume)))?;
         if server.statistics()?.get("evictions").is_none_or(|evictions| *evictions == 0) {
-            return Err(server.error(format!("{}: it evicted nothing", self.name())));
+            return Err(server.error(format!("{}: the server evicted nothing", self.name())));
         }
         let played = load.play(pace, None, &mut operations.take(self.measured(volume)))?;
         let Counts { hits, misses, .. } = played.counts;

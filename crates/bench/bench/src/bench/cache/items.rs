@@ -19,9 +19,9 @@ const EXPIRY_SLACK_MS: u32 = 5000;
 /// Lengths of values.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lengths {
-    /// All have this many bytes, 8 to 4000.
+    /// All values have this many bytes, 8 to 4000.
     Fixed(usize),
-    /// Each key has its own length, with 50 to 4000 bytes equally frequent.
+    /// Each key has its own length, uniformly distributed over 50 to 4000 bytes.
     Mixed,
 }
 
@@ -30,21 +30,21 @@ pub enum Lengths {
 pub enum Lifetime {
     /// Items do not expire.
     Unlimited,
-    /// Each key has its own time, equally frequent in this range.
+    /// Each key has its own time, uniformly distributed over this range.
     Seconds { min: u32, max: u32 },
 }
 
-/// What is known of one key.
+/// State of one key.
 #[derive(Clone, Copy, Debug)]
 struct KeyState {
-    /// The newest version that was sent; 0 for none.
+    /// The newest version that was sent; 0 if none was.
     newest: u32,
-    /// All versions below this one were replaced before the last set began.
+    /// The oldest version that may be returned: older ones were replaced before the last set began.
     oldest: u32,
     /// The first version of the sets that overlap with those that are in flight.
     first_in_flight: u32,
     in_flight: u32,
-    /// When the newest version has certainly expired, in ms of the load's clock.
+    /// Time by which the newest version has expired, in ms of the load's clock.
     expired_ms: u32,
 }
 
@@ -61,7 +61,7 @@ pub struct Items {
 }
 
 impl Items {
-    /// This many keys, none of which was set.
+    /// Items of this many keys, none of which was set.
     pub fn new(keys: u32, lengths: Lengths, lifetime: Lifetime) -> Self {
         let mut random = Random(11);
         let words = std::iter::repeat_with(|| random.word()).take(PATTERN_BYTES / 8);
@@ -123,7 +123,7 @@ impl Items {
     /// Checks the reply to a get that was sent when `oldest` was the oldest version.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The difference to the expected reply.
     pub fn check(&self, key: u32, oldest: u32, sent_ms: u32, reply: (&[u8], &[u8])) -> Result<(), String> {
         let (found_key, value) = reply;
         if found_key != key_text(key) {
@@ -144,11 +144,13 @@ impl Items {
             return Err(format!("key {key} has version {version}, not one of {oldest} to {newest}"));
         }
         if value[HEADER_BYTES..] != *self.filler(key, version, length) {
-            return Err(format!("the value of key {key}, version {version}, is not that which was set"));
+            return Err(format!(
+                "the value of key {key}, version {version}, differs from the one that was set"
+            ));
         }
         if version == state.newest && sent_ms > state.expired_ms {
             let late_ms = sent_ms - state.expired_ms + EXPIRY_SLACK_MS;
-            return Err(format!("key {key} is there {late_ms} ms after its expiry"));
+            return Err(format!("key {key} was returned {late_ms} ms after its expiry"));
         }
         Ok(())
     }

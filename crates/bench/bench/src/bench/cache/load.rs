@@ -20,23 +20,23 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// Longest sleep of a load that sleeps.
 const SLEEP_MAX: Duration = Duration::from_millis(100);
-/// Longest latency of a batch that is recorded as such.
+/// Upper bound of recorded latencies of batches; longer ones are recorded as this one.
 const LATENCY_NS_MAX: u64 = 10_000_000_000;
 const EVENTS_MAX: usize = 64;
 
-/// How requests are sent.
+/// Depth and rate of requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// Requests of a batch. A connection sends the next batch when it has all replies.
+    /// Requests of a batch. A connection sends the next batch when it has received all replies.
     pub depth: usize,
     /// Whether the next batch sets the keys that gets did not find.
     pub sets_missed: bool,
-    /// The time from a reply without a key to the batch that sets it: that of a database.
+    /// Time of a simulated database: from the reply without an item to the batch that sets the key.
     pub database: Duration,
-    /// Operations a second, without sets of missed keys; as many as possible if `None`.
+    /// Operations a second, without sets of missed keys; `None` for no limit.
     pub operations_per_s: Option<u32>,
-    /// Whether the load sleeps while there are no replies. Then the server has the work of waking
-    /// it; but a load that polls leaves no time of its processor to others.
+    /// Whether the load sleeps while there are no replies. The server then spends time on waking
+    /// the load; but a load that polls leaves no time of its processor to other threads.
     pub sleeps: bool,
 }
 
@@ -47,7 +47,7 @@ impl Pace {
     }
 }
 
-/// What was measured.
+/// Results of a played load.
 #[derive(Clone, Debug)]
 pub struct Played {
     pub counts: Counts,
@@ -63,33 +63,33 @@ pub struct Answered {
     pub connection: usize,
     /// When the batch was sent.
     pub sent: Instant,
-    /// When its last reply was read.
+    /// When the last reply was received.
     pub ended: Instant,
-    /// Its replies.
+    /// Counts of the replies.
     pub counts: Counts,
 }
 
-/// What a connection does.
+/// State of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
-    /// It has no batch.
+    /// The connection has no batch.
     Idle,
-    /// Its batch was sent at this time.
+    /// The batch was sent at this time.
     InFlight(Instant),
-    /// It waits for the database until this time.
+    /// The connection waits for the database until this time.
     Waiting(Instant),
     /// There are no more operations.
     Done,
 }
 
-/// Connections to a server, or to those of one cache, and the items that they should have.
+/// Connections to one server, or to the servers of one cache, and the expected items.
 #[derive(Debug)]
 pub struct Load {
     server: &'static str,
     epoll: OwnedFd,
     connections: Vec<Connection>,
     items: Items,
-    /// Begin of the clock for the expiry of items.
+    /// Start of the clock for the expiry of items.
     began: Instant,
 }
 
@@ -97,10 +97,10 @@ pub struct Load {
 struct Play<'a> {
     pace: Pace,
     operations: &'a mut dyn Iterator<Item = Operation>,
-    /// Operations that have begun.
+    /// Number of operations that were started.
     begun: u64,
     began: Instant,
-    /// No operation begins later.
+    /// Time after which no operation starts.
     end: Option<Instant>,
     phases: Vec<Phase>,
     counts: Counts,
@@ -152,7 +152,7 @@ impl Load {
     /// Sets keys by their numbers.
     ///
     /// # Errors
-    /// Those of [`Self::play`], or if the server refuses one.
+    /// Those of [`Self::play`], or if the server refuses a set.
     pub fn set_all(&mut self, keys: impl Iterator<Item = u32>) -> Result<(), BenchError> {
         match self.play(Pace::of_depth(32), None, &mut keys.map(Operation::Set))?.counts.refused {
             0 => Ok(()),
@@ -160,7 +160,7 @@ impl Load {
         }
     }
 
-    /// Plays operations to their end, or for some time, and waits for all replies.
+    /// Plays all operations, or as many as a time limit allows, and waits for all replies.
     ///
     /// # Errors
     /// If the server does not reply, a reply is wrong, or a signal asks to stop.
@@ -232,7 +232,7 @@ impl Load {
         Ok((play.counts, began.elapsed()))
     }
 
-    /// Sends the next batch of an idle connection, if it is due.
+    /// Sends the next batch of an idle connection, if the batch is due.
     fn start(&mut self, at: usize, play: &mut Play<'_>) -> Result<(), BenchError> {
         let due = match play.phases[at] {
             Phase::Idle => play.due(),
@@ -255,7 +255,7 @@ impl Load {
         self.write(at, false)
     }
 
-    /// Writes the batch of a connection. `is_blocked` says whether the socket was full before.
+    /// Writes the batch of a connection. `is_blocked` is true if the socket was full before.
     fn write(&mut self, at: usize, is_blocked: bool) -> Result<(), BenchError> {
         let is_written = self.connections[at].write().map_err(|reason| self.failed(reason))?;
         if is_written == is_blocked {
@@ -308,7 +308,7 @@ impl Load {
 }
 
 impl Play<'_> {
-    /// How long to sleep if there is no reply.
+    /// Time to sleep if there is no reply.
     fn timeout(&self) -> Timespec {
         if !self.pace.sleeps {
             return NO_WAIT;

@@ -12,7 +12,7 @@ use super::servers::{AQUIFER, Programs, Settings};
 const CONNECTIONS: u32 = 4;
 const MEMORY_MIB: u32 = 1024;
 const VALUE_BYTES: usize = 100;
-/// From no items to all, and from half of them to all.
+/// Columns: the growth from no items to all, and from half of the items to all.
 const COLUMNS: [&str; 2] = ["bytes over, all items", "bytes over, second half"];
 
 /// Measures with `keys` items.

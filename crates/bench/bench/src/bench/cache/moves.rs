@@ -1,6 +1,6 @@
-//! Partitions that move between the servers of a cache while it is used, after section 5 of RaMP.
+//! Partitions that move between the servers of a cache under load, after section 5 of RaMP.
 //!
-//! Servers, load and commands share all processors. The balancer of the servers is at work, too.
+//! Servers, load and commands share all processors. The balancer of the servers also runs.
 
 mod cluster;
 mod gets;
@@ -27,24 +27,24 @@ const VALUE_BYTES: usize = 128;
 /// The number of calls of `on_figure`.
 pub const STEPS: usize = 4;
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Volume {
     /// Keys of the gets.
     pub keys: u32,
     /// Option `-m` of each server: no item is evicted.
     pub memory_mib: u32,
-    /// The balancer has settled if it has moved nothing for this time.
-    pub quiet: Duration,
-    /// It is not waited for longer.
-    pub settle_max: Duration,
+    /// The partitions are balanced if the balancer has moved none for this time.
+    pub balanced_for: Duration,
+    /// Longest time to wait for the balancer.
+    pub balance_timeout: Duration,
     /// Time of figure 5 before the moves, between them, and after them.
     pub stage: Duration,
     /// Moves whose pauses are measured, in each row.
     pub paused_moves: usize,
 }
 
-/// What a figure has for the report.
+/// Parts of the report.
 #[derive(Debug, Default)]
 pub struct Figures {
     pub tables: Vec<Table>,

@@ -1,5 +1,5 @@
-//! Three times as many bytes as the memory has, and a database behind each missed key: with the
-//! items that have no room in the pool, and without.
+//! Items of three times the memory of a server, and a database for missed keys: with a pool for the
+//! items that do not fit, and without.
 //!
 //! Servers, the pool's node and agent, and the load share all processors.
 
@@ -25,7 +25,7 @@ use super::zipf::Zipf;
 
 const CONNECTIONS: u32 = 16;
 const SKEW: f64 = 0.99;
-/// The time of a database for a key.
+/// Time that the simulated database takes for a key.
 const DATABASE: Duration = Duration::from_millis(1);
 /// Bytes of keys and values ÷ memory of the server.
 const DATA_PARTS: u64 = 3;
@@ -33,7 +33,7 @@ const DATA_PARTS: u64 = 3;
 const POOL_PARTS: u64 = 4;
 /// Mean length of mixed values.
 const MIXED_BYTES: usize = 2025;
-/// Longest time that is recorded as such.
+/// Upper bound of recorded times; longer ones are recorded as this one.
 const TIME_NS_MAX: u64 = 10_000_000_000;
 const HIT_P99_US_MAX: f64 = 1000.0;
 
@@ -46,17 +46,17 @@ const HIT_MIDDLE: &str = "hit p50 µs";
 const HIT_P99: &str = "hit p99 µs";
 const COLUMNS: [&str; 7] = [RATE, RATIO, HITS, POOL_HITS, MEAN, HIT_MIDDLE, HIT_P99];
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Volume {
     /// Option `-m` of the servers.
     pub memory_mib: u32,
     pub rounds: usize,
-    /// Time before the measurement, and of it.
+    /// Length of the warm-up, and of the measurement.
     pub window: Duration,
 }
 
-/// The number of calls of `on_way`.
+/// The number of calls of `on_server`.
 pub const fn count(volume: Volume) -> usize {
     CELLS.len() * volume.rounds * 4
 }
@@ -64,45 +64,45 @@ pub const fn count(volume: Volume) -> usize {
 /// Lengths of the values of a cell, and their mean.
 const CELLS: [(Lengths, usize); 2] = [(Lengths::Fixed(100), 100), (Lengths::Mixed, MIXED_BYTES)];
 
-/// What has the items that a server has no room for.
+/// Where a server writes items that do not fit into its memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Behind {
+enum OverflowTarget {
     Pool(Fabric),
     Nothing,
 }
 
-/// A server of a cell.
+/// A server with or without a pool.
 #[derive(Debug)]
-struct Way<'a> {
+struct ServerSetup<'a> {
     name: String,
     program: &'a Program,
-    behind: Behind,
+    overflow: OverflowTarget,
 }
 
-/// What was measured of one way in one cell, by rounds.
+/// Results of one setup in one cell, by rounds.
 type Measured = Vec<[f64; COLUMNS.len()]>;
 
-/// Measures all cells. `on_way` is called before each way in each round.
+/// Measures all cells. `on_server` is called before each server in each round.
 ///
 /// # Errors
 /// If a server or the pool cannot be used, or a reply is wrong.
 pub fn tables(
     programs: &Programs,
     volume: Volume,
-    on_way: &dyn Fn(&str),
+    on_server: &dyn Fn(&str),
 ) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
-    let ways = ways(programs);
+    let setups = setups(programs);
     let (mut tables, mut targets) = (Vec::new(), Vec::new());
     for (lengths, mean_bytes) in CELLS {
         let values = if lengths == Lengths::Mixed { "50–4000 B".into() } else { format!("{mean_bytes} B") };
-        let mut measured: Vec<Measured> = ways.iter().map(|_| Measured::new()).collect();
+        let mut measured: Vec<Measured> = setups.iter().map(|_| Measured::new()).collect();
         for _ in 0..volume.rounds {
-            for (way, measured) in ways.iter().zip(&mut measured) {
-                on_way(&format!("pool, {values}: {}", way.name));
-                measured.push(way.measure(programs, volume, lengths, mean_bytes)?);
+            for (setup, measured) in setups.iter().zip(&mut measured) {
+                on_server(&format!("pool, {values}: {}", setup.name));
+                measured.push(setup.measure(programs, volume, lengths, mean_bytes)?);
             }
         }
-        let rows = rows(&ways, &measured);
+        let rows = rows(&setups, &measured);
         targets.extend(rows.iter().filter(|row| row.name.contains(Fabric::Tcp.name())).filter_map(|row| {
             let name = format!("pool over tcp, {values}: p99 of hits, µs");
             Some(Target { name, value: *row.figures.get(HIT_P99)?, bound: HIT_P99_US_MAX, at_most: true })
@@ -130,23 +130,23 @@ pub fn note(volume: Volume) -> String {
     )
 }
 
-/// The servers of each cell.
-fn ways(programs: &Programs) -> Vec<Way<'_>> {
-    let mut ways = Vec::new();
+/// The servers that are measured in each cell.
+fn setups(programs: &Programs) -> Vec<ServerSetup<'_>> {
+    let mut setups = Vec::new();
     for program in programs.compatible() {
         if program.name == AQUIFER {
-            ways.extend([Fabric::Shm, Fabric::Tcp].map(|fabric| Way {
+            setups.extend([Fabric::Shm, Fabric::Tcp].map(|fabric| ServerSetup {
                 name: format!("{AQUIFER}, pool over {}", fabric.name()),
                 program,
-                behind: Behind::Pool(fabric),
+                overflow: OverflowTarget::Pool(fabric),
             }));
         }
-        ways.push(Way { name: program.name.into(), program, behind: Behind::Nothing });
+        setups.push(ServerSetup { name: program.name.into(), program, overflow: OverflowTarget::Nothing });
     }
-    ways
+    setups
 }
 
-impl Way<'_> {
+impl ServerSetup<'_> {
     /// Sets all keys, plays for a window, and measures in the next one.
     fn measure(
         &self,
@@ -175,7 +175,7 @@ impl Way<'_> {
         let (counts, elapsed) =
             load.play_observed(pace, Some(volume.window), &mut gets, &mut |answered| times.note(answered))?;
         let of_pool = pool_hits()? - before;
-        if self.behind != Behind::Nothing && of_pool == 0 {
+        if self.overflow != OverflowTarget::Nothing && of_pool == 0 {
             return Err(server.error("no item came from the pool".into()));
         }
         let gets = float(counts.hits + counts.misses);
@@ -189,11 +189,11 @@ impl Way<'_> {
 
     fn start(&self, programs: &Programs, volume: Volume) -> Result<(Server, Option<Cluster>), BenchError> {
         let settings = Settings { place: Place::All, ..Settings::with_memory(volume.memory_mib) };
-        let Behind::Pool(fabric) = self.behind else {
+        let OverflowTarget::Pool(fabric) = self.overflow else {
             return Ok((programs.start(self.program, settings)?, None));
         };
         let pool_bytes = POOL_PARTS * (u64::from(volume.memory_mib) << 20);
-        // The pool has memory for what is being moved, too.
+        // Twice the memory, because items that are being moved need memory, too.
         let cluster = Cluster::up(2 * pool_bytes, fabric, None)?;
         let state = StateDir::locate(Some(cluster.state()));
         let agent = state.map_err(|error| BenchError::Cluster {
@@ -207,10 +207,10 @@ impl Way<'_> {
     }
 }
 
-/// How long the client waits for keys.
+/// Times for which the client waits for keys.
 struct Times {
     hits_ns: Histogram<u64>,
-    /// All keys: with the time of the database, if the cache does not have them.
+    /// Times of all keys. That of a missed key includes the database.
     keys_ns: Histogram<u64>,
 }
 
@@ -230,16 +230,16 @@ impl Times {
                 self.keys_ns.saturating_record(ns(time));
             }
             Counts { misses: 1, .. } => self.keys_ns.saturating_record(ns(time + DATABASE)),
-            // A set of a key that the client has since.
+            // A set of a key that was missed: its time was recorded with the miss.
             _ => {}
         }
     }
 }
 
-fn rows(ways: &[Way<'_>], all: &[Measured]) -> Vec<Row> {
+fn rows(setups: &[ServerSetup<'_>], all: &[Measured]) -> Vec<Row> {
     let column = |measured: &Measured, at: usize| measured.iter().map(|round| round[at]).collect::<Vec<_>>();
-    let peer = ways.iter().position(|way| way.program.name == MEMCACHED);
-    let row = |(way, measured): (&Way<'_>, &Measured)| {
+    let peer = setups.iter().position(|setup| setup.program.name == MEMCACHED);
+    let row = |(setup, measured): (&ServerSetup<'_>, &Measured)| {
         let figures = COLUMNS.into_iter().enumerate().filter_map(|(at, name)| {
             let spread = match (name, peer) {
                 (RATIO, peer) => Spread::of_ratios(&column(measured, 0), &column(&all[peer?], 0)),
@@ -247,7 +247,7 @@ fn rows(ways: &[Way<'_>], all: &[Measured]) -> Vec<Row> {
             };
             Some((name, spread?))
         });
-        Row { name: way.name.clone(), figures: figures.collect() }
+        Row { name: setup.name.clone(), figures: figures.collect() }
     };
-    ways.iter().zip(all).map(row).collect()
+    setups.iter().zip(all).map(row).collect()
 }

@@ -14,17 +14,17 @@ pub struct Processors {
 /// Where a server runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
-    /// On one processor, without the load.
+    /// On one processor that the load does not use.
     Own,
     /// On all processors.
     All,
 }
 
 impl Processors {
-    /// Those of this thread. If there is only one, servers share it with the load.
+    /// The processors of this thread. If there is only one, servers share it with the load.
     ///
     /// # Errors
-    /// If the system does not name them.
+    /// If the system call fails.
     pub fn find() -> Result<Self, BenchError> {
         let all = sched_getaffinity(None).map_err(failed)?;
         let mut numbers = (0..CpuSet::MAX_CPU).filter(|number| all.is_set(*number));

@@ -9,13 +9,13 @@ const LINE_END: &[u8] = b"\r\n";
 /// A reply to a request for one key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reply<'a> {
-    /// A set is done.
+    /// A set succeeded.
     Stored,
     /// A get found no item.
     Missing,
     /// A get found an item.
     Value { key: &'a [u8], value: &'a [u8] },
-    /// The server cannot store an item, such as for lack of memory.
+    /// The server cannot store the item, for example for lack of memory.
     Refused,
 }
 
@@ -23,7 +23,7 @@ pub enum Reply<'a> {
 /// complete.
 ///
 /// # Errors
-/// The first line, if it begins no known reply.
+/// A message with the first line, if that is not the start of a known reply.
 pub fn parse(bytes: &[u8]) -> Result<Option<(Reply<'_>, usize)>, String> {
     let Some(line_bytes) = line_bytes(bytes)? else { return Ok(None) };
     let line = &bytes[..line_bytes];

@@ -25,7 +25,7 @@ const RATIO: &str = "÷ memcached";
 const RESIDENT: &str = "MiB";
 const LATENCIES: [(&str, f64); 3] = [("p50 µs", 0.5), ("p99 µs", 0.99), ("p99.9 µs", 0.999)];
 
-/// How much is done.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Volume {
     pub keys: u32,
@@ -57,7 +57,7 @@ impl Kind {
     }
 }
 
-/// What was measured of one server in one cell, by rounds.
+/// Results of one server in one cell, by rounds.
 #[derive(Debug, Default)]
 pub struct Measured {
     /// Processor time of a request.
@@ -78,7 +78,7 @@ impl Loaded {
     /// Starts a server and sets all keys.
     ///
     /// # Errors
-    /// If it cannot be used.
+    /// If the server cannot be used.
     pub fn start(
         programs: &Programs,
         program: &Program,
@@ -114,7 +114,7 @@ impl Loaded {
         let counts = played.counts;
         if counts.misses + counts.refused > 0 {
             let what = format!("{} keys were not found, {} refused", counts.misses, counts.refused);
-            return Err(BenchError::Wrong { program: server.name.into(), way: kind.name().into(), what });
+            return Err(BenchError::Wrong { program: server.name.into(), context: kind.name().into(), what });
         }
         measured.resident_mib.push(float(server.memory_bytes()) / f64::from(1 << 20));
         measured.cpu_us.push(float(cpu_ns) / 1e3 / float(counts.requests()));

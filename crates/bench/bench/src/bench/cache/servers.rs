@@ -31,15 +31,15 @@ const LOG_LINES_MAX: usize = 10;
 /// A program that can be measured.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// Its name in tables.
+    /// The program's name in tables.
     pub name: &'static str,
     path: PathBuf,
 }
 
-/// The installed programs, and what all servers share.
+/// The installed programs, and the settings that all servers share.
 #[derive(Debug)]
 pub struct Programs {
-    /// Aquifer is the first.
+    /// The programs. Aquifer is the first.
     pub all: Vec<Program>,
     processors: Processors,
     logs: TempDir,
@@ -52,13 +52,13 @@ pub struct Settings {
     pub memory_mib: u32,
     /// Option `-t`.
     pub threads: u32,
-    /// False for option `-C`.
+    /// Whether items have a cas value; false means option `-C`.
     pub has_cas: bool,
     pub place: Place,
 }
 
 impl Settings {
-    /// One thread on its own processor.
+    /// Settings of a server with one thread on its own processor.
     pub const fn with_memory(memory_mib: u32) -> Self {
         Self { memory_mib, threads: 1, has_cas: true, place: Place::Own }
     }
@@ -76,7 +76,7 @@ impl Programs {
         Ok(Self { all, processors, logs: folder::temporary()? })
     }
 
-    /// Those with all of memcached's options and statistics.
+    /// The programs with all of memcached's options and statistics.
     pub fn compatible(&self) -> impl Iterator<Item = &Program> {
         self.all.iter().filter(|program| program.name != POGOCACHE)
     }
@@ -89,7 +89,7 @@ impl Programs {
     /// Starts a server and waits until it accepts connections.
     ///
     /// # Errors
-    /// If it cannot be started, or does not accept connections in time.
+    /// If the server cannot be started, or does not accept connections in time.
     pub fn start(&self, program: &Program, settings: Settings) -> Result<Server, BenchError> {
         self.start_with(program, settings, &[])
     }
@@ -152,7 +152,7 @@ fn free_port() -> Result<u16, BenchError> {
 /// A server, which is killed when this is dropped.
 #[derive(Debug)]
 pub struct Server {
-    /// The name of its program.
+    /// The name of the program.
     pub name: &'static str,
     child: Child,
     port: u16,
@@ -161,7 +161,7 @@ pub struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Errors mean that it has ended before.
+        // Errors mean that the process has ended before.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -172,59 +172,59 @@ impl Server {
         let began = Instant::now();
         while self.connect().is_err() {
             if let Ok(Some(status)) = self.child.try_wait() {
-                return Err(format!("it ended before it accepted connections ({status})"));
+                return Err(format!("the server ended before it accepted connections ({status})"));
             }
-            if interrupt::asked() || began.elapsed() > TIMEOUT {
-                return Err(format!("it accepts no connections after {} s", TIMEOUT.as_secs()));
+            if interrupt::is_requested() || began.elapsed() > TIMEOUT {
+                return Err(format!("the server accepts no connections after {} s", TIMEOUT.as_secs()));
             }
             std::thread::sleep(RETRY_PAUSE);
         }
         Ok(())
     }
 
-    /// Connects to it.
+    /// Connects to the server.
     ///
     /// # Errors
-    /// If it does not accept the connection.
+    /// If the server does not accept the connection.
     pub fn connect(&self) -> std::io::Result<TcpStream> {
         let stream = tcp::connect_unpaced(SocketAddr::from(([127, 0, 0, 1], self.port)), TIMEOUT)?;
         stream.set_nodelay(true)?;
         Ok(stream)
     }
 
-    /// How it ended, and the end of its log; `None` if it runs.
+    /// The exit status and the end of the log; `None` if the server runs.
     pub fn ending(&mut self) -> Option<String> {
         let status = self.child.try_wait().ok().flatten()?;
         Some(format!("it ended ({status}): {}", self.log_end()))
     }
 
-    /// The last lines of its log.
+    /// The last lines of the server's log.
     fn log_end(&self) -> String {
         let log = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.trim().lines().collect();
         lines[lines.len().saturating_sub(LOG_LINES_MAX)..].join("\n")
     }
 
-    /// The TCP port of clients.
+    /// The TCP port for clients.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Processor time that it has used, in ns.
+    /// Processor time that the server has used, in ns.
     pub fn cpu_ns(&self) -> u64 {
         procs::cpu_ns(self.child.id())
     }
 
-    /// Its resident anonymous and shared memory in bytes: all but its program and libraries.
+    /// Resident anonymous and shared memory in bytes, without program and libraries.
     pub fn memory_bytes(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()));
         parse_memory_bytes(&status.unwrap_or_default())
     }
 
-    /// The numbers of its statistics.
+    /// The numeric statistics.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If the server does not answer.
     pub fn statistics(&self) -> Result<HashMap<String, u64>, BenchError> {
         let read = || -> std::io::Result<HashMap<String, u64>> {
             let mut stream = self.connect()?;

@@ -3,7 +3,7 @@
 use aquifer_bench::support::bytes::float;
 use aquifer_bench::support::random::Random;
 
-/// Draws ranks from 0 on: the probability of rank r is proportional to (r + 1)^-`skew`.
+/// Draws ranks, starting at 0: the probability of rank r is proportional to (r + 1)^-`skew`.
 ///
 /// Rejection-inversion (Hörmann and Derflinger, *Rejection-inversion to generate variates from
 /// monotone discrete distributions*, 1996), which needs no table.
@@ -16,7 +16,7 @@ pub struct Zipf {
     first: f64,
     /// The integral of the density up to the last rank.
     last: f64,
-    /// A rank this close to its real number is accepted without a comparison.
+    /// Distance from the drawn number within which a rank is accepted without a comparison.
     accepted: f64,
 }
 

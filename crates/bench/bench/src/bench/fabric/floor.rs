@@ -19,12 +19,12 @@ impl ReadFloor {
     /// Starts the serving process.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the process cannot be started.
     pub fn start(fabric: Fabric) -> Result<Self, BenchError> {
         Ok(Self { fabric, link: Link::start(0)? })
     }
 
-    /// Latency of a READ of 4 KiB that is in no cache, in µs.
+    /// Latency of a READ of 4 KiB that is in no processor cache, in µs.
     ///
     /// # Errors
     /// If a READ fails, or a signal asks to stop.

@@ -13,7 +13,7 @@ use aquifer_fabric::{
 
 use super::server;
 
-/// Room for the largest batch.
+/// Size of the own registered memory: enough for the largest batch.
 const LOCAL_BYTES: usize = 1 << 20;
 
 /// A connection to a serving process.
@@ -41,7 +41,7 @@ impl Link {
     /// Starts a serving process and connects to it. `bare_bytes` is the size of the own memory.
     ///
     /// # Errors
-    /// If either fails.
+    /// If the process cannot be started, or the connection fails.
     pub fn start(bare_bytes: usize) -> Result<Self, BenchError> {
         let (server, ready, path) = ServingProcess::start("fabric")?;
         let Some(tcp_addresses) = parse_ready(&ready) else {
@@ -58,7 +58,7 @@ impl Link {
     /// Connects over shared memory to the process that listens at `path`.
     ///
     /// # Errors
-    /// If none does.
+    /// If no process listens there.
     pub fn connect(path: &Path, bare_bytes: usize) -> Result<Self, BenchError> {
         let failed = |reason: String| BenchError::Fabric { reason };
         let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
@@ -106,8 +106,8 @@ impl Link {
         self.endpoint.limits()
     }
 
-    /// Posts a batch and polls until all operations have completed; returns the outcome of the
-    /// last.
+    /// Posts a batch and polls until all operations have completed; returns the outcome of the last
+    /// one.
     ///
     /// # Errors
     /// If an operation fails.

@@ -106,7 +106,7 @@ impl Walk {
     }
 }
 
-/// Measures a verb and its bare counterpart in alternation.
+/// Measures a verb and its bare counterpart, one after the other in each round.
 ///
 /// # Errors
 /// If an operation fails, or a signal asks to stop.
@@ -140,7 +140,7 @@ pub fn pair(
 
 /// Measures one operation at a time without a bare counterpart, in ns, for each round.
 ///
-/// Needs no own memory of the size of the lent memory.
+/// Unlike [`pair`], this needs no own memory of the size of the lent memory.
 ///
 /// # Errors
 /// If an operation fails, or a signal asks to stop.
@@ -219,7 +219,8 @@ fn bare<const ALONE: bool>(link: &Link, pair: &Pair, operations: usize, walk: &m
                 }
                 word = local.atomic_u64(beside).load(Ordering::Relaxed);
             }
-            // SAFETY: as for a READ.
+            // SAFETY: the range in `region` was checked, the one in `local` ends before 1 MiB,
+            // and they are different mappings, which no other process writes.
             Kind::Write => unsafe {
                 let to = region.as_ptr().add(offset);
                 black_box(to).copy_from_nonoverlapping(black_box(local.as_ptr().add(beside)), len);
@@ -295,7 +296,7 @@ mod tests {
     const TINY: Volume = Volume { rounds: 2, bytes: 1 << 20, operations: 256 };
 
     #[test]
-    fn a_cold_walk_goes_all_over_and_stays_inside() {
+    fn a_cold_walk_covers_the_memory_and_stays_inside() {
         for bytes in [8, 64, 4096, 65_536] {
             let mut walk = Walk::new(bytes, Place::Cold);
             let offsets: Vec<usize> = (0..2000).map(|_| walk.next(bytes)).collect();

@@ -25,7 +25,7 @@ const BUSY_POLLS_MAX: u32 = 200_000;
 /// Standard input ends when the process that measures ends.
 ///
 /// # Errors
-/// If it cannot listen there.
+/// If the process cannot listen at `path`.
 pub fn serve_at(path: &Path) -> Result<(), BenchError> {
     let memory = filled(REGION_BYTES)?;
     let target = lend(path, Arc::clone(&memory))?;
@@ -75,7 +75,7 @@ pub fn lend(path: &Path, memory: Arc<Memory>) -> Result<ShmTarget, BenchError> {
     Ok(target)
 }
 
-/// Allocates shared memory, all of whose pages are resident.
+/// Allocates shared memory with all pages resident.
 ///
 /// # Errors
 /// If there is not enough memory.

@@ -1,5 +1,5 @@
-//! READs of pages over TCP, beside the same bytes over a plain socket: one READ at a time beside a
-//! blocking round trip, and many at once beside a pipelined echo. One serving process has both
+//! READs of pages over TCP, compared with the same bytes over a plain socket: one READ at a time
+//! with a blocking round trip, and many at once with a pipelined echo. One serving process has both
 //! servers.
 
 use std::collections::BTreeMap;
@@ -68,8 +68,8 @@ fn echo(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// A way to read pages, with `depth` operations in flight.
-struct Way {
+/// A connection that reads pages with `depth` operations in flight, and its measurements.
+struct PageReader {
     name: &'static str,
     depth: usize,
     end: End,
@@ -82,7 +82,7 @@ enum End {
     Verbs(Box<Link>),
 }
 
-impl Way {
+impl PageReader {
     fn new(name: &'static str, depth: usize, end: End) -> Self {
         Self { name, depth, end, us: Vec::new(), server_cpu_us: Vec::new() }
     }
@@ -159,7 +159,7 @@ pub struct Wire {
     pub targets: Vec<Target>,
 }
 
-/// Measures all ways in alternation.
+/// Measures all page readers in each round.
 ///
 /// # Errors
 /// If a connection fails, or a signal asks to stop.
@@ -173,13 +173,13 @@ pub fn measure(
     let before = sched_getaffinity(None).ok();
     for placement in PLACEMENTS {
         if placement.apply(server) {
-            let ways = measure_at(placement, server, verbs, plain, volume)?;
-            wire.targets.extend(targets(placement, &ways));
-            wire.rows.extend(ways.iter().map(|way| row(placement, way, &ways)));
+            let readers = measure_at(placement, server, verbs, plain, volume)?;
+            wire.targets.extend(targets(placement, &readers));
+            wire.rows.extend(readers.iter().map(|reader| row(placement, reader, &readers)));
         }
     }
     if let Some(before) = before {
-        // A failure to undo the placement does no harm: the rest is not timed.
+        // A failure to undo the placement is ignored: nothing more is timed.
         let _ = sched_setaffinity(None, &before);
     }
     Ok(wire)
@@ -191,10 +191,10 @@ fn measure_at(
     verbs: SocketAddr,
     plain: SocketAddr,
     volume: Volume,
-) -> Result<Vec<Way>, BenchError> {
-    let mut ways = Vec::new();
+) -> Result<Vec<PageReader>, BenchError> {
+    let mut readers = Vec::new();
     for (depth, name) in [(1, "plain blocking round trip"), (DEPTH, "plain echo, 32 at once")] {
-        ways.push(Way::new(name, depth, connect_plain(plain)?));
+        readers.push(PageReader::new(name, depth, connect_plain(plain)?));
     }
     for (depth, encrypt, name) in [
         (1, false, "READ 4 KiB"),
@@ -202,24 +202,26 @@ fn measure_at(
         (1, true, "READ 4 KiB, encrypted"),
         (DEPTH, true, "READ 4 KiB, 32 at once, encrypted"),
     ] {
-        ways.push(Way::new(name, depth, End::Verbs(Box::new(connect_verbs(verbs, encrypt)?))));
+        readers.push(PageReader::new(name, depth, End::Verbs(Box::new(connect_verbs(verbs, encrypt)?))));
     }
     // Connections have started further threads, which must be pinned, too.
     placement.apply(server);
     // The first round maps pages and opens windows, and is not counted.
     for round in 0..=volume.rounds {
-        for way in &mut ways {
+        for reader in &mut readers {
             interrupt::check()?;
-            let operations = volume.operations / if way.depth == 1 { 20 } else { 5 };
+            let operations = volume.operations / if reader.depth == 1 { 20 } else { 5 };
             let before_us = procs::cpu_us(server);
-            let us = way.measure(operations)?;
+            let us = reader.measure(operations)?;
             if round > 0 {
-                way.us.push(us);
-                way.server_cpu_us.push(float(procs::cpu_us(server) - before_us) / float(operations as u64));
+                reader.us.push(us);
+                reader
+                    .server_cpu_us
+                    .push(float(procs::cpu_us(server) - before_us) / float(operations as u64));
             }
         }
     }
-    Ok(ways)
+    Ok(readers)
 }
 
 fn connect_plain(address: SocketAddr) -> Result<End, BenchError> {
@@ -237,11 +239,11 @@ fn connect_verbs(address: SocketAddr, encrypt: bool) -> Result<Link, BenchError>
     Link::new(endpoint, 4096)
 }
 
-/// Median latency in µs of cold READs of a page, one at a time, with the best placement of both
+/// Median latency in µs of cold READs of a page, one at a time, with the best placement of the two
 /// ends.
 ///
 /// # Errors
-/// As [`measure`].
+/// If a connection fails, or a signal asks to stop.
 pub fn read_p50_us(server: u32, verbs: SocketAddr) -> Result<f64, BenchError> {
     let before = sched_getaffinity(None).ok();
     let mut best_us = f64::INFINITY;
@@ -278,37 +280,39 @@ fn p50_us(link: &mut Link) -> Result<f64, BenchError> {
     Ok(times_us[READS / 2])
 }
 
-/// The plain way with the same number of operations in flight.
-fn peer<'a>(way: &Way, ways: &'a [Way]) -> &'a Way {
-    let is_peer = |other: &&Way| other.depth == way.depth && matches!(other.end, End::Plain(..));
-    ways.iter().find(is_peer).expect("there is one for each depth")
+/// The plain reader with the same number of operations in flight.
+fn peer<'a>(reader: &PageReader, readers: &'a [PageReader]) -> &'a PageReader {
+    let is_peer = |other: &&PageReader| other.depth == reader.depth && matches!(other.end, End::Plain(..));
+    readers.iter().find(is_peer).expect("there is a plain reader for each depth")
 }
 
-fn row(placement: Placement, way: &Way, ways: &[Way]) -> Row {
-    let per_s: Vec<f64> = way.us.iter().map(|us| 1e3 / us).collect();
+fn row(placement: Placement, reader: &PageReader, readers: &[PageReader]) -> Row {
+    let per_s: Vec<f64> = reader.us.iter().map(|us| 1e3 / us).collect();
     let figures = [
-        ("µs", Spread::of(&way.us)),
+        ("µs", Spread::of(&reader.us)),
         ("1000/s", Spread::of(&per_s)),
-        ("÷ plain", Spread::of_ratios(&way.us, &peer(way, ways).us)),
-        ("CPU µs there", Spread::of(&way.server_cpu_us)),
+        ("÷ plain", Spread::of_ratios(&reader.us, &peer(reader, readers).us)),
+        ("CPU µs there", Spread::of(&reader.server_cpu_us)),
     ];
     let figures: BTreeMap<_, _> =
         figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
-    Row { name: format!("{}, {}", way.name, placement.name), figures }
+    Row { name: format!("{}, {}", reader.name, placement.name), figures }
 }
 
-fn targets(placement: Placement, ways: &[Way]) -> Vec<Target> {
+fn targets(placement: Placement, readers: &[PageReader]) -> Vec<Target> {
     let mut targets = Vec::new();
-    for way in ways.iter().filter(|way| way.name.starts_with("READ") && !way.name.contains("encrypted")) {
-        let plain = peer(way, ways);
-        if way.depth == 1
-            && let Some(value) = Spread::of_ratios(&way.us, &plain.us)
+    for reader in
+        readers.iter().filter(|reader| reader.name.starts_with("READ") && !reader.name.contains("encrypted"))
+    {
+        let plain = peer(reader, readers);
+        if reader.depth == 1
+            && let Some(value) = Spread::of_ratios(&reader.us, &plain.us)
         {
             let name = format!("tcp READ 4 KiB ÷ plain blocking round trip, {}", placement.name);
             targets.push(Target { name, value, bound: 1.2, at_most: true });
         }
-        if way.depth > 1
-            && let Some(value) = Spread::of_ratios(&plain.us, &way.us)
+        if reader.depth > 1
+            && let Some(value) = Spread::of_ratios(&plain.us, &reader.us)
         {
             let name =
                 format!("tcp READs per second, 32 at once ÷ plain pipelined echo's, {}", placement.name);

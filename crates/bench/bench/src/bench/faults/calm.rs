@@ -6,7 +6,7 @@ use aquifer_bench::BenchError;
 use aquifer_bench::support::bytes::{MIB, float};
 use aquifer_bench::support::child::Watched;
 
-use super::ways::Bench;
+use super::backends::Bench;
 
 /// The programs' limit: many times what they use.
 const LIMIT_BYTES: u64 = 512 * MIB;
@@ -26,10 +26,10 @@ pub struct Calm {
     pub pool_cpu_us: Vec<f64>,
 }
 
-/// Runs two programs plainly and on the pool, in alternation.
+/// Runs two programs plainly and on the pool, once each in every round.
 ///
 /// # Errors
-/// If one fails.
+/// If a program fails.
 pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
     let walk = ["--bytes", "64M", "--pattern", "random", "--op", "write", "--passes", "100", "--cpu", "0"];
     let fresh = ["--bytes", "64M", "--mode", "plain", "--passes", "20", "--op", "write", "--cpu", "0"];

@@ -14,7 +14,7 @@ use aquifer_bench::support::spread::Spread;
 
 use crate::bench::{BenchArgs, BenchError};
 
-/// Numbers of processes; the first is what the others are compared with.
+/// Numbers of processes. The others are compared with the first.
 const PROCESSES: [u64; 4] = [1, 8, 32, 80];
 const LIMIT_BYTES: u64 = 64 * MIB;
 /// The memory of all processes together.
@@ -22,7 +22,7 @@ const BYTES: u64 = 192 * MIB;
 /// Longest wait for each process that may wait at the same time.
 const WAIT_MS_MAX: f64 = 100.0;
 
-/// What was measured with one number of processes, by round.
+/// Results with one number of processes, by round.
 #[derive(Debug, Default)]
 struct Rounds {
     faults_per_s: Vec<f64>,

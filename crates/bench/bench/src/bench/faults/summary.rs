@@ -7,13 +7,13 @@ use aquifer_bench::support::bytes::{MIB, float};
 use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
 use aquifer_bench::support::spread::Spread;
 
+use super::backends::FaultBackend;
 use super::calm::Calm;
-use super::ways::Way;
 use super::{Case, Reads, Sample, Samples, Size};
 
 const PAGE_BYTES: u64 = 4096;
 
-/// What the shares of a sample are compared in.
+/// Returns a value of a round; `None` if it was not measured in that round.
 type Pick<'a> = &'a dyn Fn(usize) -> Option<f64>;
 
 /// The samples of one case.
@@ -25,12 +25,12 @@ struct View<'a> {
 }
 
 impl View<'_> {
-    fn sample(&self, way: Way, round: usize) -> Option<&Sample> {
-        self.samples.get(&(self.case, way))?.get(round)?.as_ref()
+    fn sample(&self, backend: FaultBackend, round: usize) -> Option<&Sample> {
+        self.samples.get(&(self.case, backend))?.get(round)?.as_ref()
     }
 
-    fn figure(&self, way: Way, name: &str, round: usize) -> Option<f64> {
-        self.sample(way, round)?.get(name).copied()
+    fn figure(&self, backend: FaultBackend, name: &str, round: usize) -> Option<f64> {
+        self.sample(backend, round)?.get(name).copied()
     }
 
     fn spread(&self, pick: Pick<'_>) -> Option<Spread> {
@@ -43,29 +43,37 @@ impl View<'_> {
 
     /// Median latency of the fastest bare userfaultfd in a round.
     fn floor_us(&self, round: usize) -> Option<f64> {
-        let place = |other| self.figure(Way::Bare { other }, "p50 µs", round);
+        let place = |other| self.figure(FaultBackend::Bare { other }, "p50 µs", round);
         [place(false), place(true)].into_iter().flatten().reduce(f64::min)
     }
 
-    /// The same plus one READ: the lower bound of a page from a memory node.
+    /// Median latency of the fastest bare userfaultfd plus one READ: the lower bound of a page from
+    /// a memory node.
     fn floor_with_read_us(&self, round: usize) -> Option<f64> {
         Some(self.floor_us(round)? + self.reads.us.get(round)?)
     }
 
-    fn best(&self, ways: &[Way], name: &str, round: usize, better: fn(f64, f64) -> f64) -> Option<f64> {
-        ways.iter().filter_map(|&way| self.figure(way, name, round)).reduce(better)
+    fn best(
+        &self,
+        backends: &[FaultBackend],
+        name: &str,
+        round: usize,
+        better: fn(f64, f64) -> f64,
+    ) -> Option<f64> {
+        backends.iter().filter_map(|&backend| self.figure(backend, name, round)).reduce(better)
     }
 
     /// Processor time for each accessed page, less that of a plain run.
-    fn cpu_us_per_page(&self, way: Way, round: usize) -> Option<f64> {
+    fn cpu_us_per_page(&self, backend: FaultBackend, round: usize) -> Option<f64> {
         let pages = self.size.bytes / PAGE_BYTES * self.size.walks();
-        let spent = self.figure(way, "CPU µs", round)? - self.figure(Way::Plain, "CPU µs", round)?;
+        let spent =
+            self.figure(backend, "CPU µs", round)? - self.figure(FaultBackend::Plain, "CPU µs", round)?;
         Some(spent / float(pages))
     }
 
-    fn row(&self, way: Way) -> Row {
+    fn row(&self, backend: FaultBackend) -> Row {
         let names: Vec<&'static str> =
-            self.sample_names(way).into_iter().filter(|name| *name != "seconds").collect();
+            self.sample_names(backend).into_iter().filter(|name| *name != "seconds").collect();
         let mut figures = BTreeMap::new();
         let mut put = |name, spread: Option<Spread>| {
             if let Some(spread) = spread {
@@ -73,34 +81,36 @@ impl View<'_> {
             }
         };
         for name in names {
-            put(name, self.spread(&|round| self.figure(way, name, round)));
+            put(name, self.spread(&|round| self.figure(backend, name, round)));
         }
-        let p50 = |way| move |round| self.figure(way, "p50 µs", round);
-        let speed = |way| move |round| self.figure(way, "MB/s", round);
-        if way == Way::Pool || way.is_peer() {
-            put("CPU µs/page", self.spread(&|round| self.cpu_us_per_page(way, round)));
-            put("p50 ÷ floor", self.ratio(&p50(way), &|round| self.floor_us(round)));
-            put("p50 ÷ (floor + READ)", self.ratio(&p50(way), &|round| self.floor_with_read_us(round)));
+        let p50 = |backend| move |round| self.figure(backend, "p50 µs", round);
+        let speed = |backend| move |round| self.figure(backend, "MB/s", round);
+        if backend == FaultBackend::Pool || backend.is_peer() {
+            put("CPU µs/page", self.spread(&|round| self.cpu_us_per_page(backend, round)));
+            put("p50 ÷ floor", self.ratio(&p50(backend), &|round| self.floor_us(round)));
+            put("p50 ÷ (floor + READ)", self.ratio(&p50(backend), &|round| self.floor_with_read_us(round)));
         }
-        if way.is_peer() {
-            put("pool's p50 ÷ this", self.ratio(&p50(Way::Pool), &p50(way)));
-            put("pool's MB/s ÷ this", self.ratio(&speed(Way::Pool), &speed(way)));
+        if backend.is_peer() {
+            put("pool's p50 ÷ this", self.ratio(&p50(FaultBackend::Pool), &p50(backend)));
+            put("pool's MB/s ÷ this", self.ratio(&speed(FaultBackend::Pool), &speed(backend)));
         }
-        Row { name: way.name().into(), figures }
+        Row { name: backend.name().into(), figures }
     }
 
-    fn sample_names(&self, way: Way) -> Vec<&'static str> {
-        let samples = self.samples.get(&(self.case, way)).into_iter().flatten().flatten();
+    fn sample_names(&self, backend: FaultBackend) -> Vec<&'static str> {
+        let samples = self.samples.get(&(self.case, backend)).into_iter().flatten().flatten();
         let mut names: Vec<_> = samples.flat_map(|sample| sample.keys().copied()).collect();
         names.sort_unstable();
         names.dedup();
         names
     }
 
-    fn table(&self, ways: &[Way]) -> Table {
-        let order: &[fn(&Way) -> bool] = &[|way| *way == Way::Pool, |way| way.is_peer(), |_| true];
-        let mut sorted: Vec<Way> = ways.iter().copied().filter(|way| *way != Way::Plain).collect();
-        sorted.sort_by_key(|way| order.iter().position(|is| is(way)));
+    fn table(&self, backends: &[FaultBackend]) -> Table {
+        let order: &[fn(&FaultBackend) -> bool] =
+            &[|backend| *backend == FaultBackend::Pool, |backend| backend.is_peer(), |_| true];
+        let mut sorted: Vec<FaultBackend> =
+            backends.iter().copied().filter(|backend| *backend != FaultBackend::Plain).collect();
+        sorted.sort_by_key(|backend| order.iter().position(|is| is(backend)));
         Table {
             title: self.case.name(),
             columns: vec![
@@ -116,21 +126,24 @@ impl View<'_> {
             ],
             ratio: Some(if self.case.random { "pool's p50 ÷ this" } else { "pool's MB/s ÷ this" }),
             pictured: Some(if self.case.random { "p50 µs" } else { "MB/s" }),
-            rows: sorted.into_iter().map(|way| self.row(way)).collect(),
+            rows: sorted.into_iter().map(|backend| self.row(backend)).collect(),
         }
     }
 
-    fn targets(&self, ways: &[Way]) -> Vec<Target> {
+    fn targets(&self, backends: &[FaultBackend]) -> Vec<Target> {
         let name = self.case.name();
-        let of = |way: Way, name: &'static str| move |round| self.figure(way, name, round);
+        let of = |backend: FaultBackend, name: &'static str| move |round| self.figure(backend, name, round);
         let mut targets = Vec::new();
         let mut add = |name: String, value: Option<Spread>, bound: f64, at_most: bool| {
             targets.extend(value.map(|value| Target { name, value, bound, at_most }));
         };
-        let files: Vec<Way> =
-            ways.iter().copied().filter(|way| matches!(way, Way::Swap { zram: false, .. })).collect();
-        let swaps: Vec<Way> = ways.iter().copied().filter(|way| way.is_peer()).collect();
-        let p50 = of(Way::Pool, "p50 µs");
+        let files: Vec<FaultBackend> = backends
+            .iter()
+            .copied()
+            .filter(|backend| matches!(backend, FaultBackend::Swap { zram: false, .. }))
+            .collect();
+        let swaps: Vec<FaultBackend> = backends.iter().copied().filter(|backend| backend.is_peer()).collect();
+        let p50 = of(FaultBackend::Pool, "p50 µs");
         if self.case.random {
             if self.reads.fabric == Fabric::Shm {
                 let floor = self.ratio(&p50, &|round| self.floor_us(round));
@@ -144,14 +157,14 @@ impl View<'_> {
         } else {
             let best = |round| self.best(&swaps, "MB/s", round, f64::max);
             let bound = if self.reads.fabric == Fabric::Shm { 1.5 } else { 1.0 };
-            let speed = self.ratio(&of(Way::Pool, "MB/s"), &best);
+            let speed = self.ratio(&of(FaultBackend::Pool, "MB/s"), &best);
             add(format!("{name}: MB/s ÷ the best kernel swap's"), speed, bound, false);
         }
         let mib = |bytes: u64| float(bytes) / float(MIB);
         let whole = mib(self.size.bytes);
-        let remote = self.ratio(&of(Way::Pool, "elsewhere MiB"), &|_| Some(whole));
+        let remote = self.ratio(&of(FaultBackend::Pool, "elsewhere MiB"), &|_| Some(whole));
         add(format!("{name}: peak on memory nodes ÷ working set"), remote, 1.1, true);
-        let resident = self.spread(&of(Way::Pool, "resident MiB"));
+        let resident = self.spread(&of(FaultBackend::Pool, "resident MiB"));
         let allowed = mib(self.size.limit_bytes) * 1.1 + 16.0;
         add(format!("{name}: peak resident memory in MiB (limit + 10 % + 16)"), resident, allowed, true);
         targets
@@ -159,13 +172,20 @@ impl View<'_> {
 }
 
 /// Fills tables and targets.
-pub fn fill(report: &mut Report, size: Size, ways: &[Way], samples: &Samples, calm: &[Calm], reads: &Reads) {
+pub fn fill(
+    report: &mut Report,
+    size: Size,
+    backends: &[FaultBackend],
+    samples: &Samples,
+    calm: &[Calm],
+    reads: &Reads,
+) {
     let views = Case::ALL.map(|case| View { size, case, samples, reads });
-    report.tables.extend(views.iter().map(|view| view.table(ways)));
-    report.tables.push(memory(&views, ways));
+    report.tables.extend(views.iter().map(|view| view.table(backends)));
+    report.tables.push(memory(&views, backends));
     report.tables.extend(floor(reads));
     report.tables.push(calm_table(calm));
-    report.targets.extend(views.iter().flat_map(|view| view.targets(ways)));
+    report.targets.extend(views.iter().flat_map(|view| view.targets(backends)));
     for calm in calm {
         if let Some(value) = Spread::of_ratios(&calm.pool_s, &calm.plain_s) {
             let name = format!("without pressure, {}: time ÷ plain", calm.name);
@@ -174,11 +194,11 @@ pub fn fill(report: &mut Report, size: Size, ways: &[Way], samples: &Samples, ca
     }
 }
 
-fn memory(views: &[View<'_>], ways: &[Way]) -> Table {
-    let pages = |way: &&Way| **way == Way::Pool || way.is_peer();
+fn memory(views: &[View<'_>], backends: &[FaultBackend]) -> Table {
+    let pages = |backend: &&FaultBackend| **backend == FaultBackend::Pool || backend.is_peer();
     let rows = views.iter().flat_map(|view| {
-        ways.iter().filter(pages).map(|&way| {
-            let row = view.row(way);
+        backends.iter().filter(pages).map(|&backend| {
+            let row = view.row(backend);
             Row { name: format!("{}, {}", row.name, view.case.name()), figures: row.figures }
         })
     });
@@ -243,7 +263,7 @@ fn calm_table(calm: &[Calm]) -> Table {
 mod tests {
     use super::*;
 
-    const SWAP: Way = Way::Swap { zram: false, eight: false };
+    const SWAP: FaultBackend = FaultBackend::Swap { zram: false, eight: false };
 
     fn sample(p50: f64, speed: f64, cpu: f64) -> Option<Sample> {
         Some(BTreeMap::from([("p50 µs", p50), ("MB/s", speed), ("CPU µs", cpu), ("elsewhere MiB", 50.0)]))
@@ -251,10 +271,13 @@ mod tests {
 
     fn samples(case: Case) -> Samples {
         Samples::from([
-            ((case, Way::Plain), vec![sample(0.0, 0.0, 0.0), sample(0.0, 0.0, 0.0)]),
-            ((case, Way::Bare { other: false }), vec![sample(10.0, 0.0, 0.0), sample(20.0, 0.0, 0.0)]),
-            ((case, Way::Bare { other: true }), vec![sample(5.0, 0.0, 0.0), sample(40.0, 0.0, 0.0)]),
-            ((case, Way::Pool), vec![sample(10.0, 200.0, 1e6), sample(20.0, 100.0, 1e6)]),
+            ((case, FaultBackend::Plain), vec![sample(0.0, 0.0, 0.0), sample(0.0, 0.0, 0.0)]),
+            (
+                (case, FaultBackend::Bare { other: false }),
+                vec![sample(10.0, 0.0, 0.0), sample(20.0, 0.0, 0.0)],
+            ),
+            ((case, FaultBackend::Bare { other: true }), vec![sample(5.0, 0.0, 0.0), sample(40.0, 0.0, 0.0)]),
+            ((case, FaultBackend::Pool), vec![sample(10.0, 200.0, 1e6), sample(20.0, 100.0, 1e6)]),
             // In the second round the kernel killed the program.
             ((case, SWAP), vec![sample(20.0, 400.0, 1e6), None]),
         ])
@@ -264,7 +287,7 @@ mod tests {
         let samples = samples(case);
         let reads = Reads { fabric, us: vec![5.0, 20.0] };
         let size = Size { rounds: 2, ..Size::QUICK };
-        View { size, case, samples: &samples, reads: &reads }.targets(&[Way::Pool, SWAP])
+        View { size, case, samples: &samples, reads: &reads }.targets(&[FaultBackend::Pool, SWAP])
     }
 
     #[test]
@@ -273,7 +296,7 @@ mod tests {
         let samples = samples(case);
         let reads = Reads { fabric: Fabric::Shm, us: vec![5.0, 20.0] };
         let view = View { size: Size { rounds: 2, ..Size::QUICK }, case, samples: &samples, reads: &reads };
-        let pool = view.row(Way::Pool).figures;
+        let pool = view.row(FaultBackend::Pool).figures;
         assert_eq!(pool["p50 ÷ floor"], Spread { min: 1.0, median: 1.5, max: 2.0 });
         assert_eq!(pool["p50 ÷ (floor + READ)"], Spread { min: 0.5, median: 0.75, max: 1.0 });
         let swap = view.row(SWAP).figures;

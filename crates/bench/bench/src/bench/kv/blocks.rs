@@ -1,6 +1,6 @@
-//! The case study of FineMem (OSDI 2025) for a key-value store: what the size of blocks means for
-//! throughput and memory. The heap is in this process, in real memory; blocks of all classes have
-//! the same size.
+//! The case study of FineMem (OSDI 2025) for a key-value store: throughput and memory by the size
+//! of blocks. The heap is in this process, in real memory; blocks of all classes have the same
+//! size.
 
 use std::time::Instant;
 
@@ -19,12 +19,12 @@ use aquifer_objects::ledger::Ledger;
 
 const ROUNDS: usize = 3;
 const FRAMES: u32 = 256 << 8;
-/// Bytes of items, of which small ones are as frequent as large ones.
+/// Sizes of items in bytes. All are equally frequent.
 const SIZES: [u32; 6] = [40, 90, 200, 500, 1200, 2800];
 const ORDERS: [(u8, &str); 5] = [(0, "4 KiB"), (2, "16 KiB"), (4, "64 KiB"), (6, "256 KiB"), (8, "1 MiB")];
 const COLUMNS: [&str; 5] = ["puts k/s", "held ÷ live", "half deleted", "compacted", "compaction ms"];
 
-/// Measures.
+/// Measures each size of blocks.
 pub fn table(keys: usize) -> Result<Table, BenchError> {
     let mut rows = Vec::new();
     for (order, name) in ORDERS {

@@ -23,7 +23,7 @@ impl<S: Read + Write> Memcached<S> {
         Self { stream, request: Vec::new(), line: Vec::new(), value: Vec::new() }
     }
 
-    /// Gives a key a value.
+    /// Sets the value of a key.
     ///
     /// # Errors
     /// If the connection breaks, or the server refuses.

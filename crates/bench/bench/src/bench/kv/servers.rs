@@ -16,8 +16,8 @@ use aquifer_objects::client::{HeapClient, HeapRoute};
 use tempfile::TempDir;
 
 use super::cached::Memcached;
+use super::stores::{self, AquiferStore, ComparedStore, MemcachedStore, RedisStore};
 use super::tls::Certificate;
-use super::ways::{self, MemcachedStore, OurStore, RedisStore, Way};
 use crate::bench::apps::find_program;
 use crate::bench::apps::resp::Client;
 
@@ -54,7 +54,7 @@ impl Server {
         let address = SocketAddr::from(([127, 0, 0, 1], self.port));
         let stream = wait_for(|| TcpStream::connect(address).ok()).ok_or_else(|| BenchError::Server {
             program: program.into(),
-            reason: "it does not answer".into(),
+            reason: "the server does not answer".into(),
         })?;
         stream.set_nodelay(true).map_err(BenchError::io("set up", Path::new(program)))?;
         Ok(stream)
@@ -72,7 +72,7 @@ fn wait_for<T>(mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
     let began = Instant::now();
     loop {
         let reached = attempt();
-        if reached.is_some() || began.elapsed() > START_TIMEOUT || interrupt::asked() {
+        if reached.is_some() || began.elapsed() > START_TIMEOUT || interrupt::is_requested() {
             return reached;
         }
         std::thread::sleep(RETRY_PAUSE);
@@ -81,7 +81,7 @@ fn wait_for<T>(mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
 
 /// All servers.
 pub struct Servers {
-    // Dropped before the cluster whose directory it uses.
+    // Declared before the cluster, so that it is dropped before the directory that it uses.
     _plain: Server,
     plain_pid: u32,
     cluster: Cluster,
@@ -95,7 +95,7 @@ impl Servers {
     /// Starts the services of heaps.
     ///
     /// # Errors
-    /// If they cannot be started.
+    /// If a service cannot be started.
     pub fn start() -> Result<Self, BenchError> {
         let cluster = Cluster::up_with_heaps(64 << 20, HEAP_BYTES)?;
         let folder = folder::temporary()?;
@@ -128,31 +128,31 @@ impl Servers {
         peers.into_iter().filter(|(_, is_missing)| *is_missing).map(|(name, _)| name)
     }
 
-    /// All ways, each with a store without keys.
+    /// Connections to all stores, each without keys.
     ///
     /// # Errors
-    /// If one cannot be used.
-    pub fn ways(&self) -> Result<Vec<Box<dyn Way>>, BenchError> {
-        let mut ways: Vec<Box<dyn Way>> = Vec::new();
+    /// If a store cannot be used.
+    pub fn stores(&self) -> Result<Vec<Box<dyn ComparedStore>>, BenchError> {
+        let mut stores: Vec<Box<dyn ComparedStore>> = Vec::new();
         let agent = self.cluster.state().join("agent.sock");
         let shared = HeapClient::connect_at(agent.clone(), Some(1)).map_err(heap_error)?;
         let remote = HeapClient::connect_remotely(agent.clone(), Some(1)).map_err(heap_error)?;
         let plain = self.connect_plain(agent)?;
         let service = self.service_pid()?;
         for (name, client, service) in [
-            (ways::SHARED, shared, service),
-            (ways::TCP, remote, service),
-            (ways::PLAIN, plain, self.plain_pid),
+            (stores::SHARED, shared, service),
+            (stores::TCP, remote, service),
+            (stores::PLAIN, plain, self.plain_pid),
         ] {
-            ways.push(Box::new(OurStore { name, store: new_store(client, name)?, service }));
+            stores.push(Box::new(AquiferStore { name, store: new_store(client, name)?, service }));
         }
         if let Some(program) = &self.memcached {
-            self.add_memcached(program, &mut ways)?;
+            self.add_memcached(program, &mut stores)?;
         }
         if let Some(program) = &self.redis {
-            self.add_redis(program, &mut ways)?;
+            self.add_redis(program, &mut stores)?;
         }
-        Ok(ways)
+        Ok(stores)
     }
 
     fn service_pid(&self) -> Result<u32, BenchError> {
@@ -162,7 +162,7 @@ impl Servers {
             words.any(|word| word == b"heap-service") && *pid != self.plain_pid
         };
         let pids = procs::with_argument(self.cluster.state());
-        pids.into_iter().find(is_service).ok_or_else(|| heap_error("its service has ended"))
+        pids.into_iter().find(is_service).ok_or_else(|| heap_error("the service of the heap has ended"))
     }
 
     fn connect_plain(&self, agent: PathBuf) -> Result<HeapClient, BenchError> {
@@ -175,9 +175,13 @@ impl Servers {
             .ok_or_else(|| heap_error("the plain service does not answer"))
     }
 
-    fn add_memcached(&self, program: &Path, ways: &mut Vec<Box<dyn Way>>) -> Result<(), BenchError> {
+    fn add_memcached(
+        &self,
+        program: &Path,
+        stores: &mut Vec<Box<dyn ComparedStore>>,
+    ) -> Result<(), BenchError> {
         let user = ["-u", "daemon"].map(String::from);
-        for (name, is_encrypted) in [(ways::MEMCACHED, false), (ways::MEMCACHED_TLS, true)] {
+        for (name, is_encrypted) in [(stores::MEMCACHED, false), (stores::MEMCACHED_TLS, true)] {
             let port = free_port()?;
             let mut arguments: Vec<String> =
                 ["-l", "127.0.0.1", "-m", "1024", "-p", &port.to_string()].map(String::from).to_vec();
@@ -191,19 +195,19 @@ impl Servers {
             }
             let mut server = Server::start(program, &arguments, self.folder.path(), port)?;
             let (stream, pid) = (server.connect(name)?, server.child.id());
-            ways.push(if is_encrypted {
+            stores.push(if is_encrypted {
                 let client = Memcached::over(self.certificate.connect(stream)?);
-                Box::new(Served { way: MemcachedStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: MemcachedStore { name, client, server: pid }, _server: server })
             } else {
                 let client = Memcached::over(stream);
-                Box::new(Served { way: MemcachedStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: MemcachedStore { name, client, server: pid }, _server: server })
             });
         }
         Ok(())
     }
 
-    fn add_redis(&self, program: &Path, ways: &mut Vec<Box<dyn Way>>) -> Result<(), BenchError> {
-        for (name, is_encrypted) in [(ways::REDIS, false), (ways::REDIS_TLS, true)] {
+    fn add_redis(&self, program: &Path, stores: &mut Vec<Box<dyn ComparedStore>>) -> Result<(), BenchError> {
+        for (name, is_encrypted) in [(stores::REDIS, false), (stores::REDIS_TLS, true)] {
             let port = free_port()?;
             let number = port.to_string();
             let mut arguments =
@@ -220,47 +224,47 @@ impl Servers {
             }
             let mut server = Server::start(program, &arguments, self.folder.path(), port)?;
             let (stream, pid) = (server.connect(name)?, server.child.id());
-            ways.push(if is_encrypted {
+            stores.push(if is_encrypted {
                 let client = Client::over(self.certificate.connect(stream)?);
-                Box::new(Served { way: RedisStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: RedisStore { name, client, server: pid }, _server: server })
             } else {
                 let client = Client::over(stream);
-                Box::new(Served { way: RedisStore { name, client, server: pid }, _server: server })
+                Box::new(Served { store: RedisStore { name, client, server: pid }, _server: server })
             });
         }
         Ok(())
     }
 }
 
-/// A way, and its server.
+/// A store, and the process of its server.
 struct Served<W> {
-    way: W,
+    store: W,
     _server: Server,
 }
 
-impl<W: Way> Way for Served<W> {
+impl<W: ComparedStore> ComparedStore for Served<W> {
     fn name(&self) -> &'static str {
-        self.way.name()
+        self.store.name()
     }
 
     fn put(&mut self, key: &[u8], value: &[u8]) -> Result<(), BenchError> {
-        self.way.put(key, value)
+        self.store.put(key, value)
     }
 
     fn get(&mut self, key: &[u8], out: &mut Vec<u8>) -> Result<bool, BenchError> {
-        self.way.get(key, out)
+        self.store.get(key, out)
     }
 
-    fn get_many(&mut self, keys: &[&[u8]], found: ways::Found<'_>) -> Result<(), BenchError> {
-        self.way.get_many(keys, found)
+    fn get_many(&mut self, keys: &[&[u8]], found: stores::Found<'_>) -> Result<(), BenchError> {
+        self.store.get_many(keys, found)
     }
 
     fn server_cpu_ns(&self) -> u64 {
-        self.way.server_cpu_ns()
+        self.store.server_cpu_ns()
     }
 }
 
-/// A store without keys, instead of the one of this name.
+/// Replaces the store of this name by one without keys.
 fn new_store(mut client: HeapClient, name: &str) -> Result<KvStore<HeapClient>, BenchError> {
     let opened = KvStore::create(&mut client, name, 100_000);
     if let Err(aquifer_kv::KvError::Exists) = opened {

@@ -21,7 +21,7 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// Makes one in a folder.
+    /// Creates a certificate in a folder.
     ///
     /// # Errors
     /// If openssl is not installed or fails.

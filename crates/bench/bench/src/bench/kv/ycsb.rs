@@ -11,7 +11,7 @@ use aquifer_bench::support::report::{Column, Row, Table};
 use aquifer_bench::support::spread::Spread;
 
 use super::servers::Servers;
-use super::ways::{self, Way, value};
+use super::stores::{self, ComparedStore, value};
 
 const ROUNDS: usize = 3;
 const VALUE_BYTES: usize = 1000;
@@ -25,7 +25,8 @@ pub struct Workload {
     updates: usize,
     inserts: usize,
     scans: usize,
-    /// The rest are reads that are followed by an update of the same key.
+    /// Whether reads are of the newest key. Operations beyond the percentages are reads that are
+    /// followed by an update of the same key.
     reads_latest: bool,
 }
 
@@ -47,32 +48,32 @@ pub const WORKLOADS: [Workload; 6] = [
     workload("F: 50 % read and update", [50, 0, 0, 0], false),
 ];
 
-/// Measures all ways.
+/// Measures all stores.
 ///
 /// # Errors
-/// If a way fails, or a value is wrong.
+/// If a store fails, or a value is wrong.
 pub fn table(
     servers: &Servers,
     keys: usize,
     operations: usize,
     bar: &indicatif::ProgressBar,
 ) -> Result<Table, BenchError> {
-    let mut ways = servers.ways()?;
-    let mut clients: Vec<Client> = ways.iter().map(|_| Client::new(keys)).collect();
-    for (way, client) in ways.iter_mut().zip(&mut clients) {
-        client.fill(way.as_mut())?;
+    let mut stores = servers.stores()?;
+    let mut clients: Vec<Client> = stores.iter().map(|_| Client::new(keys)).collect();
+    for (store, client) in stores.iter_mut().zip(&mut clients) {
+        client.fill(store.as_mut())?;
     }
-    let names: Vec<&'static str> = ways.iter().map(|way| way.name()).collect();
+    let names: Vec<&'static str> = stores.iter().map(|store| store.name()).collect();
     let mut rows = Vec::new();
     for workload in WORKLOADS {
         bar.set_message(format!("YCSB {}", workload.name));
-        let mut figures: Vec<Vec<f64>> = vec![Vec::new(); ways.len()];
+        let mut figures: Vec<Vec<f64>> = vec![Vec::new(); stores.len()];
         // A scan has about 50 operations in it.
         let count = if workload.scans > 0 { operations / 50 } else { operations };
         for _ in 0..ROUNDS {
-            for ((way, client), figures) in ways.iter_mut().zip(&mut clients).zip(&mut figures) {
+            for ((store, client), figures) in stores.iter_mut().zip(&mut clients).zip(&mut figures) {
                 interrupt::check()?;
-                if let Some(rate) = client.play(way.as_mut(), workload, count)? {
+                if let Some(rate) = client.play(store.as_mut(), workload, count)? {
                     figures.push(rate / 1e3);
                 }
             }
@@ -91,10 +92,10 @@ pub fn table(
     })
 }
 
-/// What a client knows of the keys.
+/// The client's record of the keys, and of their versions.
 struct Client {
     versions: Vec<u64>,
-    /// Keys at the start: the others were inserted.
+    /// Number of keys at the start. Later ones were inserted.
     first: usize,
     draw: Draw,
     random: Random,
@@ -110,14 +111,15 @@ impl Client {
         Self { versions: vec![0; keys], first: keys, draw, random: Random(7) }
     }
 
-    fn fill(&mut self, way: &mut dyn Way) -> Result<(), BenchError> {
-        (0..self.versions.len()).try_for_each(|number| way.put(&key(number), &value(number, 0, VALUE_BYTES)))
+    fn fill(&mut self, store: &mut dyn ComparedStore) -> Result<(), BenchError> {
+        (0..self.versions.len())
+            .try_for_each(|number| store.put(&key(number), &value(number, 0, VALUE_BYTES)))
     }
 
-    /// Plays a workload. Returns the operations a second; `None` if the way cannot.
+    /// Plays a workload. Returns the operations a second; `None` if the store does not support it.
     fn play(
         &mut self,
-        way: &mut dyn Way,
+        store: &mut dyn ComparedStore,
         workload: Workload,
         operations: usize,
     ) -> Result<Option<f64>, BenchError> {
@@ -131,27 +133,27 @@ impl Client {
                 part < end
             });
             match kind {
-                Some(0) => self.read(way, workload.reads_latest).map(drop)?,
+                Some(0) => self.read(store, workload.reads_latest).map(drop)?,
                 Some(1) => {
                     let number = self.draw.key();
-                    self.update(way, number)?;
+                    self.update(store, number)?;
                 }
                 Some(2) => {
                     self.versions.push(0);
                     let number = self.versions.len() - 1;
-                    way.put(&key(number), &value(number, 0, VALUE_BYTES))?;
+                    store.put(&key(number), &value(number, 0, VALUE_BYTES))?;
                 }
                 Some(_) => {
                     let first = key(self.draw.key());
                     let count = 1 + self.random.below(SCAN_KEYS_MAX);
-                    match way.scan(&first, count) {
+                    match store.scan(&first, count) {
                         Some(scanned) => scanned?,
                         None => return Ok(None),
                     }
                 }
                 None => {
-                    let number = self.read(way, false)?;
-                    self.update(way, number)?;
+                    let number = self.read(store, false)?;
+                    self.update(store, number)?;
                 }
             }
         }
@@ -159,22 +161,22 @@ impl Client {
     }
 
     /// Reads a key and compares it. Returns its number.
-    fn read(&mut self, way: &mut dyn Way, is_latest: bool) -> Result<usize, BenchError> {
+    fn read(&mut self, store: &mut dyn ComparedStore, is_latest: bool) -> Result<usize, BenchError> {
         let drawn = self.draw.key();
         // The newest key is the most popular one.
         let number = if is_latest { self.versions.len() - 1 - drawn % self.first } else { drawn };
         let mut out = Vec::new();
-        let is_there = way.get(&key(number), &mut out)?;
-        ways::check(
-            way.name(),
+        let is_there = store.get(&key(number), &mut out)?;
+        stores::check(
+            store.name(),
             is_there.then_some(&out),
             &value(number, self.versions[number], VALUE_BYTES),
         )?;
         Ok(number)
     }
 
-    fn update(&mut self, way: &mut dyn Way, number: usize) -> Result<(), BenchError> {
+    fn update(&mut self, store: &mut dyn ComparedStore, number: usize) -> Result<(), BenchError> {
         self.versions[number] += 1;
-        way.put(&key(number), &value(number, self.versions[number], VALUE_BYTES))
+        store.put(&key(number), &value(number, self.versions[number], VALUE_BYTES))
     }
 }

@@ -17,16 +17,16 @@ use serde::{Deserialize, Serialize};
 
 use super::hosts::Hosts;
 use super::pages::read_mib_s;
-use super::player::{self, Mode, PATIENCE, Play, now_ns, segment_error};
+use super::player::{self, Mode, PEER_TIMEOUT, Play, now_ns, segment_error};
 
 const MAP: u64 = 60;
 const VALUE_BYTES: usize = 128;
-/// The time of one point of the figure.
+/// The time that one point of the figure covers.
 const SLICE: Duration = Duration::from_millis(100);
-/// How long gets go on before and after the hand-over.
+/// Duration of the gets before the hand-over, and after it.
 const BEFORE: Duration = Duration::from_secs(1);
 const AFTER: Duration = Duration::from_secs(3);
-/// Rounds of gets beside a map on the heap, and gets of each.
+/// Rounds of the comparison with a map on the heap, and gets of each round.
 const ROUNDS: usize = 7;
 const GETS: u64 = 300_000;
 const LATENCY_NS_MAX: u64 = 60_000_000_000;
@@ -44,7 +44,7 @@ const COLUMNS: [&str; 6] = [
 type Value = [u8; VALUE_BYTES];
 type TheMap = Map<u64, Value>;
 
-/// Gets of a tenth of a second.
+/// Gets of one `SLICE`.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 struct Slice {
     began_ns: u64,
@@ -52,7 +52,7 @@ struct Slice {
     p95_us: f64,
 }
 
-/// What the source has measured.
+/// Results of the source.
 #[derive(Serialize, Deserialize)]
 pub struct Source {
     slices: Vec<Slice>,
@@ -62,24 +62,24 @@ pub struct Source {
     of_heap: Vec<f64>,
 }
 
-/// What the target has measured.
+/// Results of the target.
 #[derive(Serialize, Deserialize)]
 pub struct TargetResult {
     slices: Vec<Slice>,
     longest_gap_ns: u64,
     first_ns: u64,
-    /// How fast all pages were pulled before the first get, if they were.
+    /// Rate at which all pages were pulled before the first get; `None` if they were not.
     pull_mib_s: Option<f64>,
 }
 
-/// What the figure shows.
+/// Tables, series and targets of the figure.
 pub struct Figure {
     pub tables: Vec<Table>,
     pub series: Vec<Series>,
     pub targets: Vec<Target>,
 }
 
-/// Measures.
+/// Measures gets with each mode of pulling.
 pub fn figure(hosts: &Hosts, is_quick: bool) -> Result<Figure, BenchError> {
     let entries = if is_quick { 100_000 } else { 1_000_000 };
     let (mut rows, mut series, mut of_heap) = (Vec::new(), Vec::new(), Vec::new());
@@ -135,9 +135,9 @@ pub fn figure(hosts: &Hosts, is_quick: bool) -> Result<Figure, BenchError> {
     Ok(Figure { tables: vec![figure, pulls], series, targets })
 }
 
-/// The gets of both processes.
+/// The gets of both processes, by time.
 struct Shown {
-    /// Times from the hand-over on, in s.
+    /// Slices with their times relative to the hand-over, in s.
     slices: Vec<(f64, Slice)>,
     longest_gap_ms: f64,
 }
@@ -196,7 +196,7 @@ impl Shown {
     }
 }
 
-/// The segment's length: twice as many places as keys, as a hash table needs.
+/// The segment's length: a hash table has up to twice as many places as keys.
 fn segment_bytes(entries: u64) -> u64 {
     (entries * 2).next_power_of_two() * 160 + (1 << 20)
 }
@@ -207,7 +207,7 @@ fn value_of(key: u64) -> Value {
     value
 }
 
-/// Makes the map, gets keys, and hands it over.
+/// Creates the map, gets keys, and hands the map over.
 pub fn play_source(process: &Process, peer: &str, entries: u64) -> Result<Source, BenchError> {
     let capacity = usize::try_from(entries).map_err(segment_error)?;
     let mut map: Owned<TheMap> = Owned::create(process, MAP, segment_bytes(entries), |allocator| {
@@ -223,7 +223,7 @@ pub fn play_source(process: &Process, peer: &str, entries: u64) -> Result<Source
     drop(heap);
     let began = Instant::now();
     while let Err(error) = map.connect(peer) {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > PEER_TIMEOUT {
             return Err(segment_error(error));
         }
         std::thread::sleep(Duration::from_millis(5));
@@ -239,7 +239,7 @@ pub fn play_target(process: &Process, entries: u64, mode: Mode) -> Result<Target
     if mode == Mode::StopAndCopy {
         return play_stopped(process, entries);
     }
-    let received = Owned::<TheMap>::receive(process, mode.pulling(), PATIENCE);
+    let received = Owned::<TheMap>::receive(process, mode.pulling(), PEER_TIMEOUT);
     let map = received.map_err(segment_error)?.ok_or_else(|| segment_error("nothing was handed over"))?;
     let first_ns = now_ns();
     let gets = Gets::run(&map, entries, AFTER)?;
@@ -248,9 +248,9 @@ pub fn play_target(process: &Process, entries: u64, mode: Mode) -> Result<Target
     Ok(TargetResult { slices: gets.slices, longest_gap_ns: gets.longest_gap_ns, first_ns, pull_mib_s: None })
 }
 
-/// Pulls all pages before it uses one.
+/// Receives the map, and pulls all pages before the first get.
 fn play_stopped(process: &Process, entries: u64) -> Result<TargetResult, BenchError> {
-    let received = process.receive(Mode::StopAndCopy.pulling(), PATIENCE).map_err(segment_error)?;
+    let received = process.receive(Mode::StopAndCopy.pulling(), PEER_TIMEOUT).map_err(segment_error)?;
     let segment = received.ok_or_else(|| segment_error("nothing was handed over"))?;
     let began = Instant::now();
     segment.close().map_err(segment_error)?;
@@ -264,8 +264,7 @@ fn play_stopped(process: &Process, entries: u64) -> Result<TargetResult, BenchEr
     Ok(TargetResult { slices: gets.slices, longest_gap_ns: gets.longest_gap_ns, first_ns, pull_mib_s })
 }
 
-/// The time of gets on the heap ÷ that of the same gets in the segment, one after the other in each
-/// round.
+/// Time of gets on the heap ÷ time of the same gets in the segment, for each round.
 fn compare(map: &TheMap, heap: &HashMap<u64, Value, FixedState>, entries: u64) -> Vec<f64> {
     let time = |get: &dyn Fn(u64) -> u8| {
         let mut random = Random::new(7);
@@ -279,7 +278,7 @@ fn compare(map: &TheMap, heap: &HashMap<u64, Value, FixedState>, entries: u64) -
     (0..ROUNDS).map(round).collect()
 }
 
-/// Gets, over time.
+/// Results of gets, over time.
 struct Gets {
     slices: Vec<Slice>,
     longest_gap_ns: u64,

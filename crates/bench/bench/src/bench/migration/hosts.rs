@@ -12,13 +12,13 @@ use aquifer_bench::support::procs::cpu_us;
 use aquifer_bench::support::{folder, interrupt};
 use tempfile::TempDir;
 
-/// Longest wait for an agent.
-const PATIENCE: Duration = Duration::from_secs(20);
-const LOOK: Duration = Duration::from_millis(20);
-/// The memory of segments of each agent.
+/// Longest time to wait for the socket of a daemon.
+const START_TIMEOUT: Duration = Duration::from_secs(20);
+const SOCKET_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Memory for segments of each agent.
 const SEGMENT_MEMORY: &str = "8G";
 
-/// A directory, and two agents as of two hosts. They end when this is dropped.
+/// A directory, and two agents as of two hosts. Dropping this ends the processes.
 #[derive(Debug)]
 pub struct Hosts {
     hosts: [Host; 2],
@@ -32,10 +32,10 @@ struct Host {
 }
 
 impl Hosts {
-    /// Starts them, with a limit of the rate at which they pull ahead of programs.
+    /// Starts the processes, with a limit of the rate at which agents pull ahead of programs.
     ///
     /// # Errors
-    /// If one does not start.
+    /// If a process does not start.
     pub fn start(pull_rate: Option<&str>) -> Result<Self, BenchError> {
         let cluster = Cluster::up(64 << 20, Fabric::Tcp, None)?;
         let hosts = [Host::start(cluster.state(), pull_rate)?, Host::start(cluster.state(), pull_rate)?];
@@ -61,10 +61,10 @@ pub struct SyncHost {
 }
 
 impl SyncHost {
-    /// Starts them, with this much memory for heaps.
+    /// Starts the processes, with `heap_bytes` of memory for heaps.
     ///
     /// # Errors
-    /// If one does not start.
+    /// If a process does not start.
     pub fn start(heap_bytes: u64) -> Result<Self, BenchError> {
         let cluster = Cluster::up_with_heaps(64 << 20, heap_bytes)?;
         Ok(Self { host: Host::start(cluster.state(), None)?, _cluster: cluster })
@@ -101,7 +101,7 @@ impl Host {
         let daemon = command.spawn().map_err(BenchError::io("start", Path::new("aquifer")))?;
         self.daemons.push(daemon);
         let socket = self.state.path().join(socket);
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + START_TIMEOUT;
         while !socket.exists() {
             interrupt::check()?;
             let newest = self.daemons.last_mut();
@@ -109,11 +109,11 @@ impl Host {
             if has_ended || Instant::now() > end {
                 return Err(BenchError::Cluster {
                     what: "agent",
-                    status: "it has not started".into(),
+                    status: "the daemon has not started".into(),
                     message: words.join(" "),
                 });
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(SOCKET_POLL_INTERVAL);
         }
         Ok(())
     }
@@ -122,7 +122,7 @@ impl Host {
 impl Drop for Host {
     fn drop(&mut self) {
         for mut daemon in self.daemons.drain(..).rev() {
-            // They hold nothing that is needed any more.
+            // The daemons hold nothing that is still needed.
             let _ = daemon.kill();
             let _ = daemon.wait();
         }

@@ -1,4 +1,4 @@
-//! What the memory and the fabric cost without segments.
+//! Lower bounds without segments: the time to move a mapping, and the bandwidth of READs.
 
 use std::io;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, munmap};
 use super::player::segment_error;
 
 const PAGE_BYTES: u32 = 4096;
-/// READs that are made at once, as many as the agent makes.
+/// READs in flight at once, as many as the agent has.
 const PAGES_AT_ONCE: u64 = 64;
 const MOVES: usize = 21;
 
-/// The median time in which a mapping of `bytes` bytes is moved, in µs.
+/// The median time to move a mapping of `bytes` bytes, in µs.
 ///
 /// # Errors
 /// If the system refuses.

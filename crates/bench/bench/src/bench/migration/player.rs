@@ -1,4 +1,4 @@
-//! A process that uses segments, as the bench orders it by a file.
+//! A process that uses segments. The bench passes its order in a file.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -14,25 +14,25 @@ use serde::{Deserialize, Serialize};
 
 use super::{gets, source, transfers};
 
-/// Longest wait for the other process.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Longest time to wait for the other process.
+pub const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What a process is to do.
+/// The order of a process.
 #[derive(Serialize, Deserialize)]
 pub struct Order {
-    /// The socket of its agent.
+    /// The socket of the process' agent.
     pub agent: PathBuf,
     pub name: String,
     pub peer: String,
     pub play: Play,
 }
 
-/// What it does.
+/// The work of a process.
 #[derive(Serialize, Deserialize)]
 pub enum Play {
     /// Hands a segment back and forth. The first process allocates it.
     Transfers { is_first: bool, bytes: u64, turns: u32 },
-    /// Makes a map, gets its keys, and hands it over.
+    /// Creates a map, gets its keys, and hands it over.
     Source { entries: u64 },
     /// Receives the map, and gets its keys.
     Target { entries: u64, mode: Mode },
@@ -42,7 +42,7 @@ pub enum Play {
     Follow,
 }
 
-/// How the pages come.
+/// When the pages are pulled.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     OnTouch,
@@ -60,7 +60,7 @@ impl Mode {
     }
 }
 
-/// The main function of the process: does what the file says, and prints the result.
+/// The main function of the process: carries out the order in the file, and prints the result.
 ///
 /// # Errors
 /// If the order cannot be carried out.
@@ -74,8 +74,8 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         }
         Play::Source { entries } => print(&gets::play_source(&process, &order.peer, entries)?),
         Play::Target { entries, mode } => print(&gets::play_target(&process, entries, mode)?),
-        Play::Give { bytes } => print(&source::give(&process, &order.peer, bytes)?),
-        Play::Follow => print(&source::follow(&process)?),
+        Play::Give { bytes } => print(&source::transfer_segment(&process, &order.peer, bytes)?),
+        Play::Follow => print(&source::receive_pages(&process)?),
     }
 }
 
@@ -84,7 +84,7 @@ fn print(result: &impl Serialize) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// Runs two processes, at the two agents, and returns what they have measured.
+/// Runs two processes, at the two agents, and returns their results.
 ///
 /// # Errors
 /// If one of them fails.
@@ -126,7 +126,7 @@ impl Player {
         let result = serde_json::from_str(&printed).ok().filter(|_| status.success());
         result.ok_or_else(|| BenchError::Program {
             program: "a process with segments".into(),
-            way: "over TCP".into(),
+            context: "over TCP".into(),
             status: status.to_string(),
             message: message.trim().to_owned(),
         })

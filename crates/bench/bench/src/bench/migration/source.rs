@@ -1,5 +1,5 @@
-//! What pulling costs the source: how much of its speed its programs keep, and the time of its
-//! agent.
+//! The cost of pulling for the source: the speed that its programs keep, and the processor time of
+//! its agent.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -14,30 +14,30 @@ use aquifer_client::segments::{Process, Pulling};
 use serde::{Deserialize, Serialize};
 
 use super::hosts::Hosts;
-use super::player::{self, PATIENCE, Play, now_ns, segment_error};
+use super::player::{self, PEER_TIMEOUT, Play, now_ns, segment_error};
 
 const SEGMENT: u64 = 70;
-/// The rate of the second row.
+/// The pull rate of the second row.
 const RATE: &str = "64M";
 const MIB: u64 = 1 << 20;
-/// The source works for this time before the hand-over, and after it.
+/// Duration of the source's work before the hand-over, and after it.
 const BEFORE: Duration = Duration::from_secs(1);
 const AFTER: Duration = Duration::from_secs(3);
-/// Time of a count of the source's work.
+/// Time that one count of the source's work covers.
 const SLICE: Duration = Duration::from_millis(20);
-/// Words of the memory in which the source works: more than caches hold.
+/// Words of the memory in which the source works: more than processor caches hold.
 const WORDS: u64 = 8 << 20;
-/// Work between two looks at the clock.
+/// Steps of work between two readings of the clock.
 const STEPS: u32 = 1000;
-/// Interval of looks whether all pages have come.
-const LOOK: Duration = Duration::from_millis(1);
+/// Interval of attempts to connect, and of checks whether all pages have arrived.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 const COLUMNS: [&str; 3] = ["pull MiB/s", "source keeps", "agent's CPU s per GiB"];
 
-/// Counts of the source's work, by the time at which they began.
+/// Counts of the source's work, each with its start time in ns.
 #[derive(Serialize, Deserialize)]
 pub struct Work(Vec<(u64, u32)>);
 
-/// When the pages began and ended to come.
+/// When the first and the last page arrived.
 #[derive(Serialize, Deserialize)]
 pub struct Pulled {
     began_ns: u64,
@@ -76,7 +76,7 @@ pub fn table(is_quick: bool) -> Result<(Table, Vec<Target>), BenchError> {
 }
 
 impl Work {
-    /// The work while pages were pulled ÷ that before the hand-over.
+    /// Rate of work while pages were pulled ÷ rate before the hand-over.
     fn kept(&self, pulled: &Pulled) -> f64 {
         let slice_ns = u64::try_from(SLICE.as_nanos()).unwrap_or(u64::MAX);
         let mean = |is_wanted: &dyn Fn(u64) -> bool| {
@@ -93,28 +93,28 @@ impl Work {
     }
 }
 
-/// Works, hands a segment over, and works on.
-pub fn give(process: &Process, peer: &str, bytes: u64) -> Result<Work, BenchError> {
+/// Works, hands a segment over, and continues to work.
+pub fn transfer_segment(process: &Process, peer: &str, bytes: u64) -> Result<Work, BenchError> {
     let segment = process.allocate(SEGMENT, bytes).map_err(segment_error)?;
     segment.words().iter().step_by(512).for_each(|word| word.store(1, Relaxed));
     let began = Instant::now();
     while let Err(error) = segment.connect(peer) {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > PEER_TIMEOUT {
             return Err(segment_error(error));
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     let mut words = vec![1_u64; usize::try_from(WORDS).map_err(segment_error)?];
     let mut work = Work(Vec::new());
     let mut random = Random::new(3);
-    work.go_on(&mut words, &mut random, BEFORE);
+    work.run_for(&mut words, &mut random, BEFORE);
     segment.transfer().map_err(|failure| segment_error(failure.error))?;
-    work.go_on(&mut words, &mut random, AFTER);
+    work.run_for(&mut words, &mut random, AFTER);
     Ok(work)
 }
 
 impl Work {
-    fn go_on(&mut self, words: &mut [u64], random: &mut Random, time: Duration) {
+    fn run_for(&mut self, words: &mut [u64], random: &mut Random, time: Duration) {
         let end = Instant::now() + time;
         while Instant::now() < end {
             let (began, began_ns) = (Instant::now(), now_ns());
@@ -132,13 +132,13 @@ impl Work {
     }
 }
 
-/// Receives a segment, and waits until all pages have come.
-pub fn follow(process: &Process) -> Result<Pulled, BenchError> {
-    let received = process.receive(Pulling::Ahead, PATIENCE).map_err(segment_error)?;
+/// Receives a segment, and waits until all pages have arrived.
+pub fn receive_pages(process: &Process) -> Result<Pulled, BenchError> {
+    let received = process.receive(Pulling::Ahead, PEER_TIMEOUT).map_err(segment_error)?;
     let segment = received.ok_or_else(|| segment_error("nothing was handed over"))?;
     let began_ns = now_ns();
     while process.list().map_err(segment_error)?.iter().any(|status| status.missing_bytes > 0) {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     let ended_ns = now_ns();
     segment.deallocate().map_err(segment_error)?;

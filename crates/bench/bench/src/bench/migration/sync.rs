@@ -1,4 +1,4 @@
-//! What a sync to a memory node costs, beside a file that is written and synced.
+//! The cost of a sync to a memory node, compared with writing and syncing a file.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -22,14 +22,14 @@ const PAGE_WORDS: usize = 512;
 const ROUNDS: usize = 5;
 const COLUMNS: [&str; 3] = ["sync ms", "written MiB", "file and fdatasync ms"];
 
-/// What is changed before a sync.
+/// The pages that are changed before a sync.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Changed {
     All,
     Pages(usize),
 }
 
-/// Measures syncs of a segment after some changes, and how fast it is read back.
+/// Measures syncs of a segment after changes of several sizes, and the time to read it back.
 pub fn table(is_quick: bool) -> Result<Table, BenchError> {
     let bytes = if is_quick { 64 * MIB } else { 256 * MIB };
     let host = SyncHost::start(5 * bytes)?;
@@ -78,7 +78,7 @@ impl Measured<'_> {
             let began = Instant::now();
             written = self.segment.sync(1).map_err(segment_error)?.written_bytes;
             syncs.push(began.elapsed().as_secs_f64() * 1e3);
-            // A program writes what it has in its memory.
+            // The file is written from memory, so the copy is not timed.
             let pieces = self.pieces(&pages);
             let began = Instant::now();
             self.write_file(&pieces).map_err(BenchError::io("write", self.path))?;
@@ -88,7 +88,7 @@ impl Measured<'_> {
         Ok(row(name, [Spread::of(&syncs), Some(written), Spread::of(&files)]))
     }
 
-    /// How fast all of it is read back, beside the file.
+    /// Measures the time to read all pages back, and to read the file.
     fn revert(&mut self) -> Result<Row, BenchError> {
         let (mut reverts, mut files) = (Vec::new(), Vec::new());
         let mut content = vec![0; self.segment.bytes()];
@@ -104,7 +104,7 @@ impl Measured<'_> {
         Ok(row("revert", [Spread::of(&reverts), None, Spread::of(&files)]))
     }
 
-    /// Changes all words of some pages. Returns them.
+    /// Changes all words of some pages. Returns the numbers of the pages.
     fn change(&mut self, changed: Changed) -> Vec<usize> {
         let all = self.segment.words().len() / PAGE_WORDS;
         let pages: Vec<usize> = match changed {
@@ -122,7 +122,7 @@ impl Measured<'_> {
         pages
     }
 
-    /// The bytes of pages, and where they are in the file: in one piece, if they are all.
+    /// The bytes of pages with their offsets in the file: one piece, if they are all pages.
     fn pieces(&self, pages: &[usize]) -> Vec<(u64, Vec<u8>)> {
         let words = self.segment.words();
         let bytes_of = |words: &[AtomicU64]| -> Vec<u8> {

@@ -15,18 +15,19 @@ use aquifer_client::segments::{Process, Pulling, Segment};
 use serde::{Deserialize, Serialize};
 
 use super::hosts::Hosts;
-use super::player::{self, PATIENCE, Play, now_ns, segment_error};
+use super::player::{self, PEER_TIMEOUT, Play, now_ns, segment_error};
 
 const SIZES: [u64; 4] = [1 << 20, 64 << 20, 1 << 30, 4 << 30];
 const SEGMENT: u64 = 50;
-/// Turns of a segment. It moves at most eight times before it is pulled, and is never pulled here.
+/// Turns of a segment. A segment can move at most eight times before its pages are pulled, and they
+/// are never pulled here.
 const TURNS_AT_ONCE: u64 = 3;
-/// Turns before those that count.
+/// Turns that are not measured.
 const WARM_UP: usize = 5;
 const COLUMNS: [&str; 6] =
     ["transfer p50 µs", "transfer p99 µs", "write p50 µs", "write p99 µs", "connect µs", "floor µs"];
 
-/// What a process has measured, in ns.
+/// Times that a process has measured, in ns.
 #[derive(Default, Serialize, Deserialize)]
 pub struct Times {
     transfer: Vec<u64>,
@@ -34,7 +35,7 @@ pub struct Times {
     connect: Vec<u64>,
 }
 
-/// Measures.
+/// Measures segments of all sizes.
 pub fn table(hosts: &Hosts, is_quick: bool) -> Result<(Table, Vec<Target>), BenchError> {
     let turns = if is_quick { 60 } else { 400 };
     let mut rows = Vec::new();
@@ -96,7 +97,7 @@ fn percentile(sorted: &[f64], percent: usize) -> f64 {
         .unwrap_or(f64::NAN)
 }
 
-/// Hands a segment back and forth. The time of a hand-over is in its first word.
+/// Hands a segment back and forth. Its first word has the time of the hand-over.
 pub fn play(
     process: &Process,
     peer: &str,
@@ -111,7 +112,7 @@ pub fn play(
             false => receive(process, &mut times)?,
         };
         for turn in 1..=TURNS_AT_ONCE {
-            give(segment, peer, &mut times)?;
+            transfer_segment(segment, peer, &mut times)?;
             if !is_first && turn == TURNS_AT_ONCE {
                 break;
             }
@@ -125,13 +126,13 @@ pub fn play(
     Ok(times)
 }
 
-fn give(segment: Segment<'_>, peer: &str, times: &mut Times) -> Result<(), BenchError> {
+fn transfer_segment(segment: Segment<'_>, peer: &str, times: &mut Times) -> Result<(), BenchError> {
     let began = Instant::now();
     while let Err(error) = segment.connect(peer) {
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > PEER_TIMEOUT {
             return Err(segment_error(error));
         }
-        // The other process is not open yet.
+        // The other process may not have started yet.
         std::thread::sleep(Duration::from_millis(5));
     }
     times.connect.push(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
@@ -140,7 +141,7 @@ fn give(segment: Segment<'_>, peer: &str, times: &mut Times) -> Result<(), Bench
 }
 
 fn receive<'p>(process: &'p Process, times: &mut Times) -> Result<Segment<'p>, BenchError> {
-    let received = process.receive(Pulling::OnTouch, PATIENCE).map_err(segment_error)?;
+    let received = process.receive(Pulling::OnTouch, PEER_TIMEOUT).map_err(segment_error)?;
     let segment = received.ok_or_else(|| segment_error("nothing was handed over"))?;
     let arrived = now_ns();
     let began = segment.words()[0].load(Relaxed);
@@ -150,8 +151,8 @@ fn receive<'p>(process: &'p Process, times: &mut Times) -> Result<Segment<'p>, B
     Ok(segment)
 }
 
-/// What a hand-over needs at least, in µs: a move of a mapping, a message from the program to its
-/// agent and one to the other program, and one between the agents.
+/// Lower bound of a hand-over in µs: the move of a mapping, a message from the program to its
+/// agent, one to the other program, and one between the agents.
 fn floor_us(bytes: u64) -> Result<f64, BenchError> {
     let system = |error: std::io::Error| segment_error(error);
     let (near, far) = UnixStream::pair().map_err(system)?;
@@ -185,7 +186,7 @@ fn half_round_trip_us<S: Read + Write + Send>(mut near: S, mut far: S) -> Result
     })
 }
 
-/// The time in which a mapping of this length is moved.
+/// Time to move a mapping of this length, in µs.
 fn move_us(bytes: u64) -> Result<f64, BenchError> {
     super::pages::move_us(usize::try_from(bytes).map_err(segment_error)?).map_err(segment_error)
 }

@@ -27,7 +27,7 @@ const SLICE: Duration = Duration::from_millis(20);
 const COLUMNS: [&str; 6] =
     ["whole k/s", "during ÷ whole", "after ÷ whole", "longest pause ms", "usual longest ms", "merges"];
 
-/// What one client does, over time.
+/// Reads of one client, over time.
 #[derive(Default)]
 struct Progress {
     /// Reads in each slice of time.
@@ -43,7 +43,7 @@ impl Progress {
     }
 }
 
-/// What figures 14 and 16 show.
+/// Tables, series and targets of figures 14 and 16.
 pub struct During {
     pub tables: Vec<Table>,
     pub series: Vec<Series>,
@@ -117,7 +117,7 @@ fn measure(objects: usize, scans: bool) -> Result<([f64; 6], Progress), BenchErr
     let mut reader = connect(&agent, false)?;
     reader.set_scans(scans);
     let all: Vec<(usize, Pointer)> = pointers.iter().copied().enumerate().collect();
-    // As many as are left later.
+    // The number of objects that are left after freeing.
     let mut kept: Vec<(usize, Pointer)> = all.into_iter().step_by(100 / (100 - FREED_PERCENT)).collect();
     let whole = read(&mut reader, &mut kept, &|elapsed| elapsed > Duration::from_secs(1))?;
     let (mut left, freed) = split(pointers, FREED_PERCENT);
@@ -170,7 +170,7 @@ fn compact(state: &Path) -> Result<(), BenchError> {
     }
 }
 
-/// Reads objects at random until it is over.
+/// Reads random objects until `is_over` returns true.
 fn read(
     client: &mut HeapClient,
     objects: &mut [(usize, Pointer)],

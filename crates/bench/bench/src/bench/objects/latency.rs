@@ -20,7 +20,7 @@ const ROUNDS: usize = 5;
 const COLUMNS: [&str; 7] =
     ["allocate µs", "write µs", "read µs", "direct µs", "correct µs", "release µs", "free µs"];
 
-/// Measures. Returns a table for each way to the heap.
+/// Measures in shared memory and over TCP. Returns a table for each.
 pub fn tables(is_quick: bool) -> Result<Vec<Table>, BenchError> {
     let objects = if is_quick { 200 } else { 2000 };
     let cluster = Cluster::up_with_heaps(64 << 20, HEAP_BYTES)?;

@@ -1,4 +1,4 @@
-//! What the figures of running heaps have in common: clients, and objects that they check.
+//! Clients of running heaps, and objects whose bytes they check.
 
 use std::path::Path;
 
@@ -28,8 +28,8 @@ pub fn check(object: usize, found: &[u8]) -> Result<(), BenchError> {
         true => Ok(()),
         false => Err(BenchError::Wrong {
             program: "aquifer heap-service".into(),
-            way: "a direct read".into(),
-            what: format!("object {object} has other bytes than it was given"),
+            context: "a direct read".into(),
+            what: format!("object {object} has other bytes than were written"),
         }),
     }
 }
@@ -39,8 +39,8 @@ pub fn fill(client: &mut HeapClient, count: usize, size: usize) -> Result<Vec<Po
     (0..count).map(|object| client.create(&bytes_of(object, size)).map_err(BenchError::heap)).collect()
 }
 
-/// The objects that are to stay, with their numbers, and those that are to be freed: `percent` of
-/// them, at random.
+/// Divides objects at random: the ones to keep, with their numbers, and the `percent` of them to
+/// free.
 pub fn split(pointers: Vec<Pointer>, percent: usize) -> (Vec<(usize, Pointer)>, Vec<Pointer>) {
     let mut random = Random(11);
     let (mut left, mut freed) = (Vec::new(), Vec::new());

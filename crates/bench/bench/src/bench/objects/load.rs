@@ -1,5 +1,5 @@
-//! Figures 12 and 13: clients that read and write objects of 32 bytes, and how often their direct
-//! reads meet a write.
+//! Figures 12 and 13: clients that read and write objects of 32 bytes, and the part of direct reads
+//! that fail because of a concurrent write.
 
 use std::path::Path;
 use std::sync::Barrier;
@@ -24,7 +24,7 @@ const ROUNDS: usize = 3;
 const CLIENTS: [(usize, &str); 4] = [(1, "1 client"), (2, "2 clients"), (8, "8 clients"), (32, "32 clients")];
 const FAILED: &str = "failed reads %, 32 clients";
 
-/// Measures. Returns the tables of both figures, and the target.
+/// Measures all numbers of clients. Returns the tables of both figures, and the target.
 pub fn tables(is_quick: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
     let (objects, operations) = if is_quick { (5000, 10_000) } else { (100_000, 60_000) };
     let cluster = Cluster::up_with_heaps(64 << 20, HEAP_BYTES)?;
@@ -73,16 +73,16 @@ pub fn tables(is_quick: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
 #[derive(Clone, Copy)]
 struct Load {
     access: Access,
-    /// In percent.
+    /// Writes among the operations, in percent.
     writes: usize,
     clients: usize,
-    /// Of each client.
+    /// Operations of each client.
     operations: usize,
     round: usize,
 }
 
 impl Load {
-    /// Returns the operations a second, and how reads went.
+    /// Runs all clients. Returns the operations a second, and counts of reads.
     fn play(self, agent: &Path, pointers: &[Pointer]) -> Result<(f64, ReadCounts), BenchError> {
         let barrier = Barrier::new(self.clients + 1);
         let barrier = &barrier;

@@ -1,9 +1,9 @@
 //! Figure 11: reads of objects beside raw copies and raw READs, over shared memory and TCP.
 //!
-//! A real cluster serves the heap, in a process of its own. In each round one way after the other
-//! reads objects in a random order: all of them many times in shared memory, and every eighth once
-//! over TCP and by the service. Copies are out of other memory of the same size, plainly,
-//! and with a header that is compared, as in FaRM.
+//! A real cluster serves the heap, in a process of its own. Each round reads objects by all
+//! methods, one after the other, in a random order: all of them many times in shared memory, and
+//! every eighth once over TCP and by the service. Copies are out of other memory of the same size,
+//! plainly, and with a header that is compared, as in FaRM.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -29,17 +29,17 @@ const SIZES: [u32; 6] = [8, 32, 128, 256, 1000, 4000];
 const HEAP_BYTES: u64 = 256 << 20;
 const ROUNDS: usize = 7;
 
-/// How often a way reads in one round.
+/// Number of reads by each method in one round.
 #[derive(Clone, Copy)]
 struct Volume {
     objects: usize,
     /// Reads in shared memory for each object.
     repeats: usize,
-    /// Every so many objects is read over a network, or by the service.
+    /// Every `stride`-th object is read over a network, or by the service.
     stride: usize,
 }
 
-/// Measures. Returns the table and the targets.
+/// Measures objects of all sizes. Returns the table and the targets.
 pub fn tables(is_quick: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
     let volume = if is_quick {
         Volume { objects: 4000, repeats: 20, stride: 8 }
@@ -83,13 +83,13 @@ pub fn tables(is_quick: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
 struct Measured {
     shared: Vec<f64>,
     copy: Vec<f64>,
-    /// With headers as in FaRM, at fixed addresses.
+    /// Reads with headers as in FaRM, at fixed addresses.
     fixed: Vec<f64>,
     shared_service: Vec<f64>,
     remote: Vec<f64>,
     raw: Vec<f64>,
     remote_service: Vec<f64>,
-    /// By a service that hands requests to a worker.
+    /// Reads by a service that hands requests to a worker.
     worker: Vec<f64>,
 }
 
@@ -235,7 +235,7 @@ impl Copies {
 }
 
 impl Copies {
-    /// The same, and compares the header of each object before and after: what FaRM does, whose
+    /// Reads all objects, and compares the header of each before and after, as FaRM does, whose
     /// objects never move.
     fn read_all_checked(&self, out: &mut [u8]) {
         for place in &self.places {

@@ -1,5 +1,5 @@
-//! A peer of figure 11: a service whose requests the transport's thread hands to a worker, and
-//! whose answers it gets from there, as servers do that must not block their network threads.
+//! A peer of figure 11: a service whose transport thread passes each request to a worker and waits
+//! for the answer, like servers that must not block their network threads.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender as Queue, channel};
@@ -25,10 +25,10 @@ pub struct WorkerHeap {
 }
 
 impl WorkerHeap {
-    /// Starts it in this process.
+    /// Starts the service in this process.
     ///
     /// # Errors
-    /// If there is no port.
+    /// If there is no free port.
     pub fn start() -> Result<Self, BenchError> {
         let key = ClusterKey([17; 32]);
         let options = TcpOptions {

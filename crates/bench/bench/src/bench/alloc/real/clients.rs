@@ -28,9 +28,9 @@ const ENTRIES_BYTES: usize = READ_MAX as usize * 8;
 /// Offset of a word of zeros in the local memory.
 const ZERO_AT: u64 = ENTRIES_BYTES as u64;
 
-/// A way to allocate extents of a real node.
+/// An allocator of extents of a real node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum RealWay {
+pub enum RealAllocator {
     /// RPC; the target binds a window for each extent.
     OnDemandRpc,
     /// RPC; one key for all memory.
@@ -38,14 +38,14 @@ pub enum RealWay {
     /// The one-sided array.
     Array,
     /// The pool.
-    Ours,
+    Pool,
     /// One trip without an allocation: the lower bound.
     Trip,
 }
 
-impl RealWay {
-    /// All ways; the pool and the lower bound are last.
-    pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::Array, Self::Ours, Self::Trip];
+impl RealAllocator {
+    /// All allocators; the pool and the lower bound are last.
+    pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::Array, Self::Pool, Self::Trip];
 
     /// Name in the report.
     pub fn name(self) -> &'static str {
@@ -53,13 +53,13 @@ impl RealWay {
             Self::OnDemandRpc => "RPC, a window bound for each",
             Self::Rpc => "RPC, registered beforehand",
             Self::Array => "one-sided array",
-            Self::Ours => "ours",
+            Self::Pool => "ours",
             Self::Trip => "(one trip, nothing taken)",
         }
     }
 }
 
-/// An allocation of a client.
+/// Memory that a client has allocated.
 #[derive(Clone, Copy, Debug)]
 pub enum Allocation {
     Chunk(u32, SizeClass),
@@ -78,8 +78,8 @@ pub struct AllocClient {
 #[derive(Debug)]
 enum Inner {
     Rpc { wire: Wire, window: bool, answer: Vec<u8> },
-    Array { wire: Wire, machine: Box<ArrayClient>, heard: Vec<u16>, works: Vec<Work> },
-    Ours(Box<PoolClient>),
+    Array { wire: Wire, machine: Box<ArrayClient>, results: Vec<u16>, works: Vec<Work> },
+    Pool(Box<PoolClient>),
     Trip(Wire),
 }
 
@@ -88,29 +88,29 @@ impl AllocClient {
     ///
     /// # Errors
     /// If the endpoint fails.
-    pub fn new(way: RealWay, host: Host, endpoint: Box<dyn Endpoint>) -> Result<Self, String> {
+    pub fn new(allocator: RealAllocator, host: Host, endpoint: Box<dyn Endpoint>) -> Result<Self, String> {
         let (counted, tally) = Counted::new(endpoint);
-        let inner = match way {
-            RealWay::OnDemandRpc | RealWay::Rpc => {
-                let window = way == RealWay::OnDemandRpc;
+        let inner = match allocator {
+            RealAllocator::OnDemandRpc | RealAllocator::Rpc => {
+                let window = allocator == RealAllocator::OnDemandRpc;
                 Inner::Rpc { wire: Wire::new(Box::new(counted), 0)?, window, answer: Vec::new() }
             }
-            RealWay::Array => {
+            RealAllocator::Array => {
                 let machine = Box::new(ArrayClient::new(host.0, NODE_SECTIONS, 1, 0));
                 let wire = Wire::new(Box::new(counted), 1)?;
-                Inner::Array { wire, machine, heard: Vec::new(), works: Vec::new() }
+                Inner::Array { wire, machine, results: Vec::new(), works: Vec::new() }
             }
-            RealWay::Ours => {
+            RealAllocator::Pool => {
                 let mut pool = PoolClient::new(host, Tenant(0));
                 pool.add_node(NODE, Box::new(counted)).map_err(|error| error.to_string())?;
-                Inner::Ours(Box::new(pool))
+                Inner::Pool(Box::new(pool))
             }
-            RealWay::Trip => Inner::Trip(Wire::new(Box::new(counted), 0)?),
+            RealAllocator::Trip => Inner::Trip(Wire::new(Box::new(counted), 0)?),
         };
         Ok(Self { tally, inner })
     }
 
-    /// Counts of operations over its endpoint.
+    /// Counts of operations over the client's endpoint.
     pub fn counts(&self) -> Counts {
         self.tally.counts()
     }
@@ -118,7 +118,7 @@ impl AllocClient {
     /// Allocates an extent.
     ///
     /// # Errors
-    /// If there is none, or the endpoint fails.
+    /// If no extent is free, or the endpoint fails.
     pub fn allocate(&mut self, class: SizeClass) -> Result<Allocation, String> {
         match &mut self.inner {
             Inner::Rpc { wire, window, answer } => {
@@ -126,18 +126,18 @@ impl AllocClient {
                 let granted = decode_answer(answer).ok_or("the node has refused an RPC")?;
                 Ok(Allocation::Chunk(granted.chunk, class))
             }
-            Inner::Array { wire, machine, heard, works } => {
+            Inner::Array { wire, machine, results, works } => {
                 if !machine.start_allocation(0, class) {
                     return Err("the array is full".into());
                 }
                 loop {
-                    wire.touch(machine.touches(), works, heard)?;
-                    if let ArrayProgress::Allocated(held) = machine.complete(heard)? {
+                    wire.touch(machine.touches(), works, results)?;
+                    if let ArrayProgress::Allocated(held) = machine.complete(results)? {
                         return Ok(Allocation::Entries(held));
                     }
                 }
             }
-            Inner::Ours(pool) => {
+            Inner::Pool(pool) => {
                 pool.allocate(NODE, class).map(Allocation::Extent).map_err(|error| error.to_string())
             }
             Inner::Trip(wire) => {
@@ -151,23 +151,23 @@ impl AllocClient {
     /// Frees an allocation.
     ///
     /// # Errors
-    /// If it is not of this client, or the endpoint fails.
-    pub fn free(&mut self, taken: Allocation) -> Result<(), String> {
-        match (&mut self.inner, taken) {
+    /// If the allocation is not of this client, or the endpoint fails.
+    pub fn free(&mut self, allocation: Allocation) -> Result<(), String> {
+        match (&mut self.inner, allocation) {
             (Inner::Rpc { wire, answer, .. }, Allocation::Chunk(chunk, class)) => {
                 wire.ask(Request::Free { chunk, class }, answer)?;
-                decode_answer(answer).map(drop).ok_or_else(|| "the node did not take it back".into())
+                decode_answer(answer).map(drop).ok_or_else(|| "the node refused to free the extent".into())
             }
-            (Inner::Array { wire, machine, heard, works }, Allocation::Entries(held)) => {
+            (Inner::Array { wire, machine, results, works }, Allocation::Entries(held)) => {
                 machine.start_free(held);
-                wire.touch(machine.touches(), works, heard)?;
-                machine.complete(heard).map(drop)
+                wire.touch(machine.touches(), works, results)?;
+                machine.complete(results).map(drop)
             }
-            (Inner::Ours(pool), Allocation::Extent(extent)) => {
+            (Inner::Pool(pool), Allocation::Extent(extent)) => {
                 pool.free(extent).map_err(|error| error.to_string())
             }
             (_, Allocation::Nothing) => Ok(()),
-            _ => Err("it was taken in another way".into()),
+            _ => Err("the allocation is of another allocator".into()),
         }
     }
 }
@@ -258,7 +258,7 @@ impl Wire {
         &mut self,
         touches: &[Touch],
         works: &mut Vec<Work>,
-        heard: &mut Vec<u16>,
+        results: &mut Vec<u16>,
     ) -> Result<(), String> {
         works.clear();
         for touch in touches {
@@ -279,7 +279,7 @@ impl Wire {
             works.push(Work { id: works.len() as u64, verb, signalled: true });
         }
         self.run(works)?;
-        heard.clear();
+        results.clear();
         let owner = |word: u64| u16::try_from(word).unwrap_or(u16::MAX);
         for (touch, outcome) in touches.iter().zip(&self.outcomes) {
             match touch {
@@ -287,9 +287,9 @@ impl Wire {
                 Touch::Read { count, .. } => {
                     let entry = |at: u32| self.local.atomic_u64(at as usize * 8);
                     let read = (0..*count).map(|at| entry(at).load(std::sync::atomic::Ordering::Relaxed));
-                    heard.extend(read.map(owner));
+                    results.extend(read.map(owner));
                 }
-                Touch::Claim { .. } => heard.push(owner(*outcome)),
+                Touch::Claim { .. } => results.push(owner(*outcome)),
             }
         }
         Ok(())

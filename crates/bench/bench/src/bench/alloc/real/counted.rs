@@ -60,7 +60,7 @@ impl Counts {
 pub struct Counted {
     inner: Box<dyn Endpoint>,
     tally: Arc<Tally>,
-    /// CASes in flight: their ids and expected values.
+    /// CASes in flight: ids and expected values.
     expected: Vec<(u64, u64)>,
 }
 

@@ -9,26 +9,26 @@ use aquifer_bench::support::{interrupt, procs, progress};
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
-use super::clients::{AllocClient, Allocation, RealWay};
+use super::clients::{AllocClient, Allocation, RealAllocator};
 use super::round::Measured;
 use super::{NODE_SECTIONS, Node, connect, table};
 
 /// Replays a trace; returns a table for each fabric.
 ///
 /// # Errors
-/// If the serving process cannot be started, or a way fails.
+/// If the serving process cannot be started, or an allocator fails.
 pub fn replay(arrivals: &[Arrival], clients: usize, rounds: usize) -> Result<Vec<Table>, BenchError> {
     let node = Node::start()?;
-    let bar = progress::bar(node.reaches.len() * RealWay::ALL.len() * rounds);
+    let bar = progress::bar(node.reaches.len() * RealAllocator::ALL.len() * rounds);
     let mut tables = Vec::new();
     for reach in &node.reaches {
-        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealWay::ALL.len()];
+        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealAllocator::ALL.len()];
         for _ in 0..rounds {
-            for (way, all) in RealWay::ALL.into_iter().zip(&mut all) {
+            for (allocator, all) in RealAllocator::ALL.into_iter().zip(&mut all) {
                 interrupt::check()?;
-                bar.set_message(format!("the trace, over {}: {}", reach.provider(), way.name()));
-                let takers = connect(reach, way, clients)?;
-                all.push(play(takers, node.process.pid(), arrivals)?);
+                bar.set_message(format!("the trace, over {}: {}", reach.provider(), allocator.name()));
+                let alloc_clients = connect(reach, allocator, clients)?;
+                all.push(play(alloc_clients, node.process.pid(), arrivals)?);
                 bar.inc(1);
             }
         }
@@ -39,8 +39,8 @@ pub fn replay(arrivals: &[Arrival], clients: usize, rounds: usize) -> Result<Vec
     Ok(tables)
 }
 
-fn play(takers: Vec<AllocClient>, node: u32, arrivals: &[Arrival]) -> Result<Measured, BenchError> {
-    let count = takers.len();
+fn play(alloc_clients: Vec<AllocClient>, node: u32, arrivals: &[Arrival]) -> Result<Measured, BenchError> {
+    let count = alloc_clients.len();
     let share = u64::from(NODE_SECTIONS) * SECTION_BYTES / 2 / count as u64;
     let before_ns = procs::cpu_ns(node);
     let start = Instant::now();
@@ -48,9 +48,9 @@ fn play(takers: Vec<AllocClient>, node: u32, arrivals: &[Arrival]) -> Result<Mea
     std::thread::scope(|scope| {
         let work = |(number, client)| {
             let replay = Replay::new(arrivals, number, count, share);
-            scope.spawn(move || follow(client, replay, start))
+            scope.spawn(move || replay_part(client, replay, start))
         };
-        let workers: Vec<_> = takers.into_iter().enumerate().map(work).collect();
+        let workers: Vec<_> = alloc_clients.into_iter().enumerate().map(work).collect();
         let mut done = workers
             .into_iter()
             .map(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
@@ -64,21 +64,21 @@ fn play(takers: Vec<AllocClient>, node: u32, arrivals: &[Arrival]) -> Result<Mea
 
 /// Replays a client's part. The latency of a late operation counts from its time in the trace; that
 /// of another one from the wake-up of the thread, so that timers are not measured.
-fn follow(mut client: AllocClient, mut replay: Replay<'_>, start: Instant) -> Result<Measured, String> {
+fn replay_part(mut client: AllocClient, mut replay: Replay<'_>, start: Instant) -> Result<Measured, String> {
     let mut measured = Measured::default();
     let mut held: Vec<Allocation> = Vec::new();
     let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-    while let Some((wish, at_ns)) = replay.next(ns(start.elapsed())) {
+    while let Some((request, at_ns)) = replay.next(ns(start.elapsed())) {
         let before = client.counts();
         let began = wait_until(start, start + Duration::from_nanos(at_ns));
-        replay.begun(wish);
-        let done = match wish {
+        replay.begun(request);
+        let done = match request {
             AllocRequest::Allocate(class) => allocate(&mut client, class, &mut held),
             AllocRequest::FreeAny | AllocRequest::FreeOldest => client.free(held.remove(0)),
         };
         done?;
         let took_ns = ns(began.elapsed());
-        if wish.is_allocation() {
+        if request.is_allocation() {
             measured.latencies_ns.push(took_ns);
             measured.counts = measured.counts.and(client.counts().since(before));
         } else {
@@ -86,7 +86,7 @@ fn follow(mut client: AllocClient, mut replay: Replay<'_>, start: Instant) -> Re
             measured.free_ns += took_ns;
         }
     }
-    held.into_iter().try_for_each(|taken| client.free(taken))?;
+    held.into_iter().try_for_each(|allocation| client.free(allocation))?;
     Ok(measured)
 }
 
@@ -95,7 +95,7 @@ fn allocate(client: &mut AllocClient, class: SizeClass, held: &mut Vec<Allocatio
     Ok(())
 }
 
-/// Waits for a time. Returns it if it is past, else the time of the wake-up.
+/// Waits until `due`. Returns `due` if that is past, else the time of the wake-up.
 fn wait_until(start: Instant, due: Instant) -> Instant {
     let now = Instant::now();
     if now >= due {

@@ -1,4 +1,4 @@
-//! A round of a way: in turns, all clients allocate, then all free half of their extents.
+//! A round of an allocator: in turns, all clients allocate, then all free half of their extents.
 
 use std::sync::Barrier;
 use std::time::Instant;
@@ -83,10 +83,10 @@ pub fn play(
                 let mut worker = Worker::new(client, number, class, held_max);
                 for turn in 0..turns {
                     barrier.wait();
-                    let taken = worker.allocate_all(turn > 0);
+                    let allocated = worker.allocate_all(turn > 0);
                     barrier.wait();
-                    let given = taken.and_then(|()| worker.free_some(turn + 1 == turns));
-                    if let Err(reason) = given {
+                    let outcome = allocated.and_then(|()| worker.free_some(turn + 1 == turns));
+                    if let Err(reason) = outcome {
                         failure.lock().get_or_insert(reason);
                     }
                 }
@@ -135,9 +135,9 @@ impl Worker {
         let before = self.client.counts();
         while self.held.len() < self.held_max {
             let start = Instant::now();
-            let taken = self.client.allocate(self.class)?;
+            let allocated = self.client.allocate(self.class)?;
             let took = start.elapsed();
-            self.held.push(taken);
+            self.held.push(allocated);
             if counts {
                 self.measured.latencies_ns.push(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
             }

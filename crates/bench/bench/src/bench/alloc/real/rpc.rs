@@ -87,7 +87,7 @@ impl Buddies {
         Self(free)
     }
 
-    /// Removes and returns an extent of this size, after splitting a larger one if needed.
+    /// Removes and returns a free extent of this size. Splits a larger one if there is none.
     pub fn pop(&mut self, class: SizeClass) -> Option<u32> {
         let wanted = usize::from(class.k());
         let larger = (wanted..self.0.len()).find(|k| !self.0[*k].is_empty())?;
@@ -122,7 +122,7 @@ pub struct Retired {
 pub struct RpcServer {
     free: Buddies,
     /// Allocated extents: size, and window if one was bound.
-    taken: HashMap<u32, (SizeClass, Option<Key>)>,
+    allocated: HashMap<u32, (SizeClass, Option<Key>)>,
     /// Address and key of all memory.
     base: u64,
     key: Key,
@@ -131,7 +131,7 @@ pub struct RpcServer {
 impl RpcServer {
     /// A server for sections from an address on.
     pub fn new(sections: u32, base: u64, key: Key) -> Self {
-        Self { free: Buddies::new(sections), taken: HashMap::new(), base, key }
+        Self { free: Buddies::new(sections), allocated: HashMap::new(), base, key }
     }
 
     /// Carries out a request. Returns the answer, and an extent whose window must be invalidated
@@ -150,7 +150,7 @@ impl RpcServer {
         (encode_answer(granted), retired)
     }
 
-    /// Adds an extent to the free ones whose window was invalidated.
+    /// Frees an extent whose window was invalidated.
     pub fn reuse(&mut self, retired: Retired) {
         self.free.push(retired.chunk, retired.class);
     }
@@ -176,14 +176,14 @@ impl RpcServer {
                 }
             }
         }
-        self.taken.insert(chunk, (class, key));
+        self.allocated.insert(chunk, (class, key));
         Some(Granted { chunk, key: key.unwrap_or(self.key) })
     }
 
     fn free(&mut self, chunk: u32, class: SizeClass) -> (Option<Granted>, Option<Retired>) {
-        let Some((taken, key)) = self.taken.remove(&chunk) else { return (None, None) };
-        if taken != class {
-            self.taken.insert(chunk, (taken, key));
+        let Some((allocated, key)) = self.allocated.remove(&chunk) else { return (None, None) };
+        if allocated != class {
+            self.allocated.insert(chunk, (allocated, key));
             return (None, None);
         }
         let retired = key.map(|key| Retired { chunk, class, key });
@@ -225,17 +225,17 @@ mod tests {
         ) {
             let mut free = Buddies::new(3);
             let mut held: Vec<(u32, SizeClass)> = Vec::new();
-            let mut taken = vec![false; 3 * SECTION_CHUNKS as usize];
+            let mut allocated = vec![false; 3 * SECTION_CHUNKS as usize];
             for (k, at) in requests {
                 let class = SizeClass::new(k).unwrap();
                 if at % 3 == 0 && !held.is_empty() {
                     let (chunk, class) = held.swap_remove(usize::from(at) % held.len());
-                    (chunk..chunk + class.chunks()).for_each(|chunk| taken[chunk as usize] = false);
+                    (chunk..chunk + class.chunks()).for_each(|chunk| allocated[chunk as usize] = false);
                     free.push(chunk, class);
                 } else if let Some(chunk) = free.pop(class) {
                     prop_assert_eq!(chunk % class.chunks(), 0);
                     for chunk in chunk..chunk + class.chunks() {
-                        prop_assert!(!std::mem::replace(&mut taken[chunk as usize], true));
+                        prop_assert!(!std::mem::replace(&mut allocated[chunk as usize], true));
                     }
                     held.push((chunk, class));
                 }

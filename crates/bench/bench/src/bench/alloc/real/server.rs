@@ -24,7 +24,7 @@ pub const NODE: NodeId = NodeId(1);
 /// Pause between two polls within `BUSY_TIME` of a request.
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
 const BUSY_TIME: Duration = Duration::from_millis(20);
-/// Pause between two polls later, when other ways are measured.
+/// Pause between two polls later, when other allocators are measured.
 const IDLE_PAUSE: Duration = Duration::from_millis(2);
 
 /// Serves at `path`, and over TCP, until standard input ends.
@@ -39,12 +39,12 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
             .map_err(|error| failed(&error))?;
     let (shm, tcp) = (Arc::new(shm), Arc::new(tcp));
     let rpc_server = lend(&*shm).map_err(|reason| BenchError::Fabric { reason })?;
-    let attending = std::thread::spawn(move || attend(&*shm, rpc_server));
+    let serving = std::thread::spawn(move || serve_rpcs(&*shm, rpc_server));
     let address = tcp.address();
     let rpc_server = lend(&*tcp).map_err(|reason| BenchError::Fabric { reason })?;
     let retiring = answer_in_transport(&tcp, rpc_server);
     serving::ready(path, &address.to_string())?;
-    for thread in [attending, retiring] {
+    for thread in [serving, retiring] {
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     }
     Ok(())
@@ -70,8 +70,8 @@ impl MessageHandler for TransportServer {
     }
 }
 
-/// Has the target's own threads answer. The returned thread invalidates windows of freed extents,
-/// because that waits for those threads.
+/// Registers the RPC server with the target, whose threads answer the RPCs. The returned thread
+/// invalidates windows of freed extents, which waits for those threads.
 fn answer_in_transport(target: &Arc<TcpTarget>, rpc_server: RpcServer) -> JoinHandle<()> {
     let rpc_server = Arc::new(Mutex::new(rpc_server));
     let (sender, retired) = channel::<Retired>();
@@ -112,12 +112,12 @@ pub fn lend(target: &dyn Target) -> Result<RpcServer, String> {
 }
 
 /// Serves RPCs of a target without threads that receive messages, until the process ends.
-pub fn attend(target: &dyn Target, mut rpc_server: RpcServer) {
+pub fn serve_rpcs(target: &dyn Target, mut rpc_server: RpcServer) {
     let mut message = Vec::new();
     // Time for which the thread polls before it sleeps, as the fabric's threads do.
     let spin_time = tcp::TcpOptions::default().spin_time;
     let mut last = Instant::now();
-    let mut looks_until = last + spin_time;
+    let mut polls_until = last + spin_time;
     loop {
         message.clear();
         if let Some(from) = target.receive(&mut message) {
@@ -129,15 +129,15 @@ pub fn attend(target: &dyn Target, mut rpc_server: RpcServer) {
             }
             target.reply(from.endpoint, &answer);
             last = Instant::now();
-            looks_until = last + spin_time;
+            polls_until = last + spin_time;
             continue;
         }
         let now = Instant::now();
-        if now < looks_until {
+        if now < polls_until {
             std::thread::yield_now();
         } else {
             target.wait(if now - last < BUSY_TIME { BUSY_PAUSE } else { IDLE_PAUSE });
-            looks_until = Instant::now();
+            polls_until = Instant::now();
         }
     }
 }

@@ -26,10 +26,10 @@ use super::status::{CacheStatus, Order};
 
 /// Number of servers.
 pub const SERVERS: usize = 4;
-/// Time within which the servers must have all partitions.
+/// Time within which each partition must have a server.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval of attempts: to reach the directory, to see all servers, and to move a partition that
-/// the balancer moves.
+/// Interval of attempts to reach the directory, to find all servers, and to move a partition that
+/// the balancer is moving.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// Time from the end of the command that shows the status to a move, so that the command's
 /// processor time is not in a window with the move.
@@ -55,7 +55,7 @@ struct DirectoryProcess(Child);
 
 impl Drop for DirectoryProcess {
     fn drop(&mut self) {
-        // Errors mean that it has ended before.
+        // Errors mean that the process has ended before.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -68,7 +68,7 @@ pub struct Moved {
     /// When the command was started, and when it had ended.
     pub began: Instant,
     pub ended: Instant,
-    /// The time that the command prints, in whole ms.
+    /// The duration that the command prints, in whole ms.
     pub duration_ms: f64,
 }
 
@@ -83,7 +83,7 @@ impl CacheCluster {
         let state = StateDir::locate(Some(folder.path())).map_err(|error| failed(&error))?;
         write_key(&state)?;
         let directory = start_directory(&program, &state)?;
-        // A pause that is longer than the default is to be measured, too.
+        // A pause that exceeds the default timeout must be measured, too.
         let options = ["--partition-timeout", "10s", "--directory", "embedded", "--state"];
         let options = options.map(OsString::from);
         let options = [&options[..], &[folder.path().into()]].concat();
@@ -113,10 +113,11 @@ impl CacheCluster {
         serde_json::from_slice(&output.stdout).map_err(error)
     }
 
-    /// The number of the server that has a partition. Waits while the balancer is moving it.
+    /// The number of the server that owns a partition. Waits while the balancer moves the
+    /// partition.
     ///
     /// # Errors
-    /// If it moves for too long.
+    /// If the partition still moves after some attempts.
     pub fn wait_for_owner(&self, partition: usize) -> Result<u16, BenchError> {
         for _ in 0..ATTEMPTS {
             if let Some(owner) = self.status()?.owner(partition) {
@@ -127,11 +128,11 @@ impl CacheCluster {
         Err(failed(&format!("no server has partition {partition} at rest")))
     }
 
-    /// Makes the move that `choose` finds in the current status. Tries again if the balancer is
+    /// Makes the move that `choose` selects from the current status. Retries if the balancer is
     /// moving the partition.
     ///
     /// # Errors
-    /// If it was not made after some attempts.
+    /// If the move failed in all attempts.
     pub fn make_move(&self, choose: &dyn Fn(&CacheStatus) -> Option<Order>) -> Result<Moved, BenchError> {
         let mut reason = "no server has a partition that can move".to_owned();
         for _ in 0..ATTEMPTS {
@@ -147,7 +148,7 @@ impl CacheCluster {
         Err(failed(&reason))
     }
 
-    /// Makes a move. The inner error is why the servers have declined.
+    /// Makes a move. The inner error is the reason why the servers declined.
     ///
     /// # Errors
     /// If the command cannot be started.
@@ -162,7 +163,7 @@ impl CacheCluster {
         })
     }
 
-    /// Why a server has ended; `None` if all run.
+    /// The error of a server that has ended; `None` if all run.
     pub fn ending(&mut self) -> Option<BenchError> {
         let numbers = self.numbers.iter().zip(&mut self.servers);
         let mut endings = numbers.filter_map(|(number, server)| Some((number, server.ending()?)));

@@ -1,4 +1,4 @@
-//! Figure 5 of RAMP: latencies of gets by server over time, while two hot partitions move.
+//! Figure 5 of RaMP: latencies of gets by server over time, while two hot partitions move.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -14,9 +14,9 @@ use super::samples::{Latencies, Sample, Windows, since_us};
 use super::timeline::{Stage, Timeline, WINDOW};
 use super::{Figures, Volume};
 
-const SETTLE_INTERVAL: Duration = Duration::from_millis(250);
+const STATUS_POLL_INTERVAL: Duration = Duration::from_millis(250);
 const MOVES: usize = 2;
-/// Mean and 95th percentile by stage.
+/// Columns: mean and 95th percentile by stage.
 const LATENCIES: [(&str, &str, Stage); 3] = [
     ("mean µs before", "p95 µs before", Stage::Before),
     ("mean µs in moves", "p95 µs in moves", Stage::InMoves),
@@ -27,12 +27,12 @@ const MEAN_TITLE: &str = "mean of gets in µs, by s";
 const P95_TITLE: &str = "p95 of gets in µs, by s";
 const THROUGHPUT_TITLE: &str = "throughput in thousand gets/s, by s";
 
-/// Waits until the balancer has moved nothing for some time, then measures.
+/// Waits until the partitions are balanced, then measures.
 ///
 /// # Errors
 /// If a reply is wrong, or a partition cannot be moved.
 pub fn figure(cluster: &CacheCluster, gets: &mut Gets, volume: Volume) -> Result<Figures, BenchError> {
-    gets.beside(Instant::now(), || settle(cluster, volume))?;
+    gets.beside(Instant::now(), || wait_until_balanced(cluster, volume))?;
     let timeline = measure(cluster, gets, volume)?;
     let (throughput, target) = throughput_table(&timeline)?;
     Ok(Figures {
@@ -42,12 +42,12 @@ pub fn figure(cluster: &CacheCluster, gets: &mut Gets, volume: Volume) -> Result
     })
 }
 
-/// Waits until the balancer has moved nothing for some time.
-fn settle(cluster: &CacheCluster, volume: Volume) -> Result<(), BenchError> {
+/// Waits until the balancer has moved no partition for some time.
+fn wait_until_balanced(cluster: &CacheCluster, volume: Volume) -> Result<(), BenchError> {
     let (began, mut changed) = (Instant::now(), Instant::now());
     let mut moves = cluster.status()?.moves();
-    while changed.elapsed() < volume.quiet && began.elapsed() < volume.settle_max {
-        pause(SETTLE_INTERVAL)?;
+    while changed.elapsed() < volume.balanced_for && began.elapsed() < volume.balance_timeout {
+        pause(STATUS_POLL_INTERVAL)?;
         let current = cluster.status()?.moves();
         if current != moves {
             (moves, changed) = (current, Instant::now());
@@ -101,7 +101,7 @@ fn throughput_table(timeline: &Timeline) -> Result<(Table, Target), BenchError> 
     let in_moves = |unit: f64| -> Vec<f64> { throughput.in_moves.iter().map(|rate| rate / unit).collect() };
     // One ratio for each move.
     let ratio = Spread::of(&in_moves(before));
-    let ratio = ratio.ok_or_else(|| failed(&"it has answered nothing before or in the moves"))?;
+    let ratio = ratio.ok_or_else(|| failed(&"no get was answered before the moves, or during them"))?;
     let durations: Vec<f64> = timeline.moves.iter().map(|moved| moved.duration_ms).collect();
     let figures = [
         ("k/s before", Some(Spread::one(before / 1e3))),

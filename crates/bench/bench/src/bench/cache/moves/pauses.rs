@@ -19,10 +19,10 @@ use super::samples::{Latencies, Sample, duration_us, overlap, play_beside, since
 use super::status::Order;
 use super::{Figures, VALUE_BYTES, Volume};
 
-/// The time around a move of which latencies are reported.
+/// Length of the time around a move whose latencies are reported.
 const AROUND: Duration = Duration::from_secs(1);
-/// Time before it, at rest, and after it.
-const REST: Duration = Duration::from_millis(500);
+/// Time without a move before and after that.
+const IDLE_TIME: Duration = Duration::from_millis(500);
 /// Keys that are set in turn.
 const KEYS: usize = 100;
 /// Largest p99 in the seconds of moves.
@@ -31,7 +31,7 @@ const LATENCIES: [(&str, usize); 3] = [("p50 ms", 50), ("p99 ms", 99), ("longest
 const SETS: &str = "k sets/s";
 const DURATION: &str = "move ms";
 
-/// What was measured in the rounds of one row.
+/// Measurements of the rounds of one row.
 #[derive(Debug, Default)]
 struct Measured {
     at_rest: Vec<Sample>,
@@ -41,7 +41,7 @@ struct Measured {
     durations_ms: Vec<f64>,
 }
 
-/// Measures without other load, and beside the gets.
+/// Measures without other load, and while gets run.
 ///
 /// # Errors
 /// If a reply is wrong, or the partition cannot be moved.
@@ -62,7 +62,7 @@ pub fn figure(cluster: &CacheCluster, gets: &mut Gets, volume: Volume) -> Result
     Ok(Figures { tables: vec![table], series: Vec::new(), targets })
 }
 
-/// Latencies of sets, and how many there were in some time.
+/// Latencies of sets, and their rate over `time_s`.
 fn row(name: &str, samples: &[Sample], time_s: f64) -> Row {
     let latencies = Latencies::of(samples.iter());
     let mut row = Row { name: name.into(), figures: Default::default() };
@@ -81,14 +81,15 @@ struct Writer {
 }
 
 impl Writer {
-    /// The client of the partition with the most frequent key of the gets. Its keys are others.
+    /// A client of the partition with the most frequent key of the gets. The client uses other
+    /// keys.
     fn new(partitions: Partitions, volume: Volume) -> Self {
         let partition = partitions.of(0);
         let keys = partitions.keys_of(partition, volume.keys, KEYS);
         Self { partition, keys }
     }
 
-    /// Moves the partition several times. Each time the client connects to the owner before.
+    /// Moves the partition several times. The client connects to the owner before each move.
     fn measure(
         &self,
         cluster: &CacheCluster,
@@ -102,7 +103,7 @@ impl Writer {
         Ok((measured, items))
     }
 
-    /// Adds what is measured of one move, and returns the items.
+    /// Adds the measurements of one move, and returns the items.
     fn measure_move(
         &self,
         cluster: &CacheCluster,
@@ -114,12 +115,12 @@ impl Writer {
         let mut operations = self.keys.iter().copied().cycle().map(Operation::Set);
         let began = Instant::now();
         let (samples, moved) = play_beside(&mut load, 1, began, &mut operations, || {
-            pause(REST + AROUND / 2)?;
+            pause(IDLE_TIME + AROUND / 2)?;
             let moved = cluster.make_move(&|status| {
                 let from = status.owner(partition)?;
                 Some(Order { partition, from, to: status.least_loaded(from)? })
             })?;
-            pause(AROUND / 2 + REST)?;
+            pause(AROUND / 2 + IDLE_TIME)?;
             Ok(moved)
         })?;
         measured.add(&samples, began, &moved);
@@ -155,7 +156,7 @@ impl Measured {
     }
 }
 
-/// When a request was in flight, in µs.
+/// Time in which a request was in flight, in µs.
 fn time_of(sample: &Sample) -> Range<u32> {
     sample.ended_us.saturating_sub(sample.latency_ns.div_ceil(1000))..sample.ended_us
 }

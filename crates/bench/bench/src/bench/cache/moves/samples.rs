@@ -17,12 +17,12 @@ use super::cluster::SERVERS;
 pub struct Sample {
     /// Index of the server that the client is connected to.
     pub server: usize,
-    /// When it was answered, in µs since the begin of the measurement.
+    /// When the batch was answered, in µs since the start of the measurement.
     pub ended_us: u32,
     pub latency_ns: u32,
 }
 
-/// Sets a flag when it is dropped, also by a panic.
+/// Sets a flag when dropped, also by a panic.
 struct StopGuard<'a>(&'a AtomicBool);
 
 impl Drop for StopGuard<'_> {
@@ -31,8 +31,8 @@ impl Drop for StopGuard<'_> {
     }
 }
 
-/// Plays operations in batches of `depth` until `work` has ended, which runs meanwhile. Returns a
-/// sample of each batch, with times since `began`, and the result of the work.
+/// Runs `work` and plays operations in batches of `depth` until it ends. Returns a sample of each
+/// batch, with times since `began`, and the result of the work.
 ///
 /// # Errors
 /// Those of [`Load::play`] and of `work`, or if a key was not found or a set was refused.
@@ -73,7 +73,7 @@ fn record(
             latency_ns: u32::try_from(since(sent).as_nanos()).unwrap_or(u32::MAX),
         });
     };
-    // It sleeps: servers and load share all processors.
+    // The load sleeps, because servers and load share all processors.
     let pace = Pace { sleeps: true, ..Pace::of_depth(depth) };
     let (counts, _) = load.play_observed(pace, None, operations, &mut push)?;
     check(counts)?;
@@ -83,16 +83,16 @@ fn record(
 /// Fails if a key was not found or a set was refused.
 ///
 /// # Errors
-/// The numbers of them.
+/// The number of each kind.
 pub fn check(counts: Counts) -> Result<(), BenchError> {
     if counts.misses + counts.refused == 0 {
         return Ok(());
     }
     let what = format!("{} keys were not found, {} sets refused", counts.misses, counts.refused);
-    Err(BenchError::Wrong { program: AQUIFER.into(), way: "moves".into(), what })
+    Err(BenchError::Wrong { program: AQUIFER.into(), context: "moves".into(), what })
 }
 
-/// A time in µs since the begin of a measurement.
+/// A time in µs since the start of a measurement.
 pub fn since_us(began: Instant, at: Instant) -> u32 {
     u32::try_from(at.saturating_duration_since(began).as_micros()).unwrap_or(u32::MAX)
 }
@@ -109,7 +109,7 @@ pub struct Latencies {
 }
 
 impl Latencies {
-    /// Those of samples.
+    /// The latencies of samples.
     pub fn of<'a>(samples: impl Iterator<Item = &'a Sample>) -> Self {
         let mut sorted_ns: Vec<u32> = samples.map(|sample| sample.latency_ns).collect();
         sorted_ns.sort_unstable();
@@ -122,7 +122,7 @@ impl Latencies {
         (!self.sorted_ns.is_empty()).then(|| float(sum) / float(self.sorted_ns.len() as u64) / 1e3)
     }
 
-    /// The smallest one that this many percent do not exceed, in µs; `None` if there are none.
+    /// The smallest latency that this many percent do not exceed, in µs; `None` if there are none.
     pub fn percentile_us(&self, percent: usize) -> Option<f64> {
         let at = (self.sorted_ns.len() * percent).div_ceil(100).saturating_sub(1);
         self.sorted_ns.get(at).map(|ns| f64::from(*ns) / 1e3)

@@ -18,11 +18,11 @@ pub struct CacheStatus {
 /// A server in [`CacheStatus`].
 #[derive(Clone, Debug, Deserialize)]
 pub struct ServerStatus {
-    /// Its number in the cache.
+    /// The server's number in the cache.
     pub server: u16,
     clients: Vec<String>,
     partitions: Vec<PartitionStatus>,
-    /// Partitions that other servers have handed over to it.
+    /// Partitions that other servers have handed over to this one.
     received: u64,
 }
 
@@ -35,13 +35,13 @@ struct PartitionStatus {
     moves: bool,
 }
 
-/// A move that is to be made.
+/// A requested move of a partition.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Order {
     pub partition: usize,
-    /// Number of the server that has it.
+    /// Number of the server that owns the partition.
     pub from: u16,
-    /// Number of the server that is to have it.
+    /// Number of the target server.
     pub to: u16,
 }
 
@@ -58,14 +58,14 @@ impl CacheStatus {
         self.servers.iter().find(has_port).map(|server| server.server)
     }
 
-    /// The number of the server that has a partition; `None` while it is moving.
+    /// The number of the server that owns a partition; `None` while the partition moves.
     pub fn owner(&self, partition: usize) -> Option<u16> {
         let is_here = |one: &PartitionStatus| one.partition == partition && !one.moves;
         let mut owners = self.servers.iter().filter(|server| server.partitions.iter().any(is_here));
         owners.next().map(|server| server.server)
     }
 
-    /// The server with the fewest requests, other than one.
+    /// The server with the fewest requests, except `other_than`.
     pub fn least_loaded(&self, other_than: u16) -> Option<u16> {
         let others = self.servers.iter().filter(|server| server.server != other_than);
         let least = others.min_by(|one, other| one.requests_per_s().total_cmp(&other.requests_per_s()));

@@ -18,16 +18,16 @@ const DIP_TIME: Duration = Duration::from_secs(1);
 /// Gets, and the moves that were made meanwhile.
 #[derive(Debug)]
 pub struct Timeline {
-    /// In the order of their answers.
+    /// Samples in the order of the answers.
     pub samples: Vec<Sample>,
     pub moves: Vec<Moved>,
-    /// When each move began and ended, in µs since the begin of the measurement.
+    /// When each move began and ended, in µs since the start of the measurement.
     pub times: Vec<Range<u32>>,
     /// Moves that the balancer made.
     pub other_moves: u64,
 }
 
-/// When a window is. One that overlaps a move is in the moves.
+/// Position of a window relative to the moves. A window that overlaps a move is `InMoves`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stage {
     Before,
@@ -98,7 +98,7 @@ impl Timeline {
 }
 
 impl Dip {
-    /// That of rates, beside the rate before.
+    /// The dip of windows with these rates, relative to the rate before the moves.
     fn of(rates: impl Iterator<Item = f64>, before: f64) -> Self {
         let window_ms = WINDOW.as_secs_f64() * 1e3;
         let mut dip = Self::default();
@@ -130,7 +130,7 @@ mod tests {
         Timeline { samples, moves: Vec::new(), times, other_moves: 0 }
     }
 
-    /// So many samples in each window, with latencies of the window's number in µs.
+    /// Samples by the count for each window. Latencies in µs are the number of the window.
     fn samples(counts: impl Iterator<Item = u32>) -> Vec<Sample> {
         let window = |(window, count): (u32, u32)| {
             (0..count).map(move |at| Sample {

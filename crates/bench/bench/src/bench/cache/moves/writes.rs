@@ -18,12 +18,12 @@ use super::{Figures, Volume};
 
 /// Sets in flight.
 const DEPTH: usize = 50;
-/// Keys that are set in turn: more than are in flight, so that a key is set again only after its
-/// last set was acknowledged. Then only one value is right in the end.
+/// Number of keys, which are set in turn. It exceeds `DEPTH`, so that a key is set again only after
+/// its last set was acknowledged, and only one value is right in the end.
 const KEYS: usize = 1000;
 const MOVES: usize = 10;
 /// Time before the first move, and between moves.
-const REST: Duration = Duration::from_millis(300);
+const IDLE_TIME: Duration = Duration::from_millis(300);
 /// Least rate of sets while the partition moves, in thousand a second.
 const RATE_MIN: f64 = 200.0;
 const CLIENTS_OF_READS: u32 = 4;
@@ -42,7 +42,7 @@ struct Written {
     samples: Vec<Sample>,
     began: Instant,
     moves: Vec<Moved>,
-    /// Why moves were declined.
+    /// Reasons of declined moves.
     declined: Vec<String>,
 }
 
@@ -61,7 +61,7 @@ pub fn figure(cluster: &CacheCluster, volume: Volume) -> Result<Figures, BenchEr
     Ok(Figures { tables: vec![table], series: Vec::new(), targets: targets(&written, in_moves) })
 }
 
-/// The table, with the rates at rest and in the moves.
+/// The table, with the rates before and during the moves.
 fn table(written: &Written, rates: [f64; 2], read_back: u64) -> Table {
     let durations: Vec<f64> = written.moves.iter().map(|moved| moved.duration_ms).collect();
     let duration = Spread::of(&durations);
@@ -112,20 +112,21 @@ fn write(
     let (samples, (moves, declined)) = play_beside(load, DEPTH, began, &mut operations, || {
         let (mut moves, mut declined) = (Vec::new(), Vec::new());
         for _ in 0..MOVES {
-            pause(REST)?;
+            pause(IDLE_TIME)?;
             let from = cluster.wait_for_owner(partition)?;
             match cluster.try_move(Order { partition, from, to: other(from, &cluster.numbers) })? {
                 Ok(moved) => moves.push(moved),
                 Err(why) => declined.push(why),
             }
         }
-        pause(REST)?;
+        pause(IDLE_TIME)?;
         Ok((moves, declined))
     })?;
     Ok(Written { samples, began, moves, declined })
 }
 
-/// The other one of the first two servers. The balancer may have moved the partition elsewhere.
+/// The first of the first two servers that is not `from`. The balancer may have moved the partition
+/// to a third one.
 fn other(from: u16, numbers: &[u16]) -> u16 {
     if from == numbers[0] { numbers[1] } else { numbers[0] }
 }

@@ -1,4 +1,4 @@
-//! The compared ways to allocate an extent, as clients of the cost model.
+//! The compared allocators of extents, as clients of the cost model.
 
 use aquifer_bench::support::allocation_trace::AllocRequest;
 use aquifer_bench::support::one_sided_array::{ArrayClient, ArrayProgress, Held};
@@ -6,12 +6,12 @@ use aquifer_pool::SizeClass;
 
 use super::ladder::Rung;
 use super::model::Scene;
-use super::ours::OurClient;
+use super::pool_client::PoolModelClient;
 use super::words::{Arrived, World, plain};
 
-/// A way to allocate extents.
+/// An allocator of extents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Way {
+pub enum Allocator {
     /// RPC; the node registers each extent on request (as CoRM).
     OnDemandRpc,
     /// RPC; all memory is registered in advance, without windows (as FUSEE).
@@ -21,14 +21,14 @@ pub enum Way {
     /// The one-sided array: CAS of an entry for each 4 KiB; no windows, no log (as CXL-SHM).
     Array,
     /// The pool.
-    Ours,
+    Pool,
     /// The pool with the mechanisms of a rung of the ladder.
     Part(Rung),
 }
 
-impl Way {
-    /// All compared ways; the pool is last.
-    pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::RpcWindow, Self::Array, Self::Ours];
+impl Allocator {
+    /// All compared allocators; the pool is last.
+    pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::RpcWindow, Self::Array, Self::Pool];
 
     /// Name in the report.
     pub fn name(self) -> &'static str {
@@ -37,7 +37,7 @@ impl Way {
             Self::Rpc => "RPC, registered beforehand",
             Self::RpcWindow => "the same, a window for each",
             Self::Array => "one-sided array",
-            Self::Ours => "ours",
+            Self::Pool => "ours",
             Self::Part(rung) => rung.name(),
         }
     }
@@ -47,15 +47,15 @@ impl Way {
         match self {
             Self::OnDemandRpc => (register_4m_ns << class.k()) / 1024,
             Self::RpcWindow => bind_ns,
-            Self::Rpc | Self::Array | Self::Ours | Self::Part(_) => 0,
+            Self::Rpc | Self::Array | Self::Pool | Self::Part(_) => 0,
         }
     }
 }
 
-/// Removes an extent from those held: the one at this index, or the oldest. The order is kept only
-/// where that matters.
-pub fn pick<T>(held: &mut Vec<T>, any: usize, wish: AllocRequest) -> T {
-    if wish == AllocRequest::FreeOldest { held.remove(0) } else { held.swap_remove(any) }
+/// Removes and returns the oldest extent if the request is for that, else the one at index `any`.
+/// Only the former keeps the order.
+pub fn pick<T>(held: &mut Vec<T>, any: usize, request: AllocRequest) -> T {
+    if request == AllocRequest::FreeOldest { held.remove(0) } else { held.swap_remove(any) }
 }
 
 /// A client of the cost model.
@@ -72,21 +72,21 @@ pub struct Client {
 enum Inner {
     Rpc(RpcClient),
     Array(Box<ArrayEnd>),
-    Ours(Box<OurClient>),
+    Pool(Box<PoolModelClient>),
 }
 
 /// A client that uses RPCs. The model only counts its extents.
 #[derive(Debug, Default)]
 struct RpcClient {
     held: Vec<(usize, SizeClass)>,
-    wish: Option<(SizeClass, bool)>,
+    request: Option<(SizeClass, bool)>,
 }
 
 #[derive(Debug)]
 struct ArrayEnd {
     machine: ArrayClient,
     held: Vec<Held>,
-    heard: Vec<u16>,
+    results: Vec<u16>,
 }
 
 impl Client {
@@ -94,26 +94,28 @@ impl Client {
     pub fn new(scene: &Scene, number: usize, seed: u64) -> Self {
         let host = u16::try_from(number + 1).unwrap_or(u16::MAX);
         let (sections, nodes) = (scene.sections_each(), scene.nodes);
-        let ours = |rung| Inner::Ours(Box::new(OurClient::new(host, sections, nodes, seed, rung)));
-        let inner = match scene.way {
-            Way::OnDemandRpc | Way::Rpc | Way::RpcWindow => Inner::Rpc(RpcClient::default()),
-            Way::Array => {
-                let machine = ArrayClient::new(host, sections, nodes, seed);
-                Inner::Array(Box::new(ArrayEnd { machine, held: Vec::new(), heard: Vec::new() }))
+        let ours = |rung| Inner::Pool(Box::new(PoolModelClient::new(host, sections, nodes, seed, rung)));
+        let inner = match scene.allocator {
+            Allocator::OnDemandRpc | Allocator::Rpc | Allocator::RpcWindow => {
+                Inner::Rpc(RpcClient::default())
             }
-            Way::Ours => ours(Rung::Log),
-            Way::Part(rung) => ours(rung),
+            Allocator::Array => {
+                let machine = ArrayClient::new(host, sections, nodes, seed);
+                Inner::Array(Box::new(ArrayEnd { machine, held: Vec::new(), results: Vec::new() }))
+            }
+            Allocator::Pool => ours(Rung::Log),
+            Allocator::Part(rung) => ours(rung),
         };
         let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (number as u64 + 1) << 17;
         Self { random, nodes, node: 0, inner }
     }
 
-    /// Number of extents that it holds.
+    /// Number of extents that the client holds.
     pub fn held(&self) -> u64 {
         let count = match &self.inner {
             Inner::Rpc(rpc) => rpc.held.len(),
             Inner::Array(array) => array.held.len(),
-            Inner::Ours(ours) => ours.held(),
+            Inner::Pool(ours) => ours.held(),
         };
         count as u64
     }
@@ -129,16 +131,16 @@ impl Client {
     ///
     /// # Errors
     /// If no extent is free.
-    pub fn begin(&mut self, wish: AllocRequest) -> Result<bool, String> {
+    pub fn begin(&mut self, request: AllocRequest) -> Result<bool, String> {
         self.node = self.below(self.nodes);
         let held = usize::try_from(self.held()).unwrap_or(0);
         let any = self.below(held);
-        match (&mut self.inner, wish) {
-            (Inner::Rpc(rpc), AllocRequest::Allocate(class)) => rpc.wish = Some((class, true)),
+        match (&mut self.inner, request) {
+            (Inner::Rpc(rpc), AllocRequest::Allocate(class)) => rpc.request = Some((class, true)),
             (Inner::Rpc(rpc), _) => {
-                let (node, class) = pick(&mut rpc.held, any, wish);
+                let (node, class) = pick(&mut rpc.held, any, request);
                 self.node = node;
-                rpc.wish = Some((class, false));
+                rpc.request = Some((class, false));
             }
             (Inner::Array(array), AllocRequest::Allocate(class)) => {
                 if !array.machine.start_allocation(self.node, class) {
@@ -146,12 +148,12 @@ impl Client {
                 }
             }
             (Inner::Array(array), _) => {
-                let given = pick(&mut array.held, any, wish);
+                let given = pick(&mut array.held, any, request);
                 self.node = given.node;
                 array.machine.start_free(given);
             }
-            (Inner::Ours(ours), AllocRequest::Allocate(class)) => return ours.allocate(self.node, class),
-            (Inner::Ours(ours), _) => return ours.free(any, wish),
+            (Inner::Pool(ours), AllocRequest::Allocate(class)) => return ours.allocate(self.node, class),
+            (Inner::Pool(ours), _) => return ours.free(any, request),
         }
         Ok(false)
     }
@@ -160,7 +162,7 @@ impl Client {
     /// it needs a node.
     pub fn local_ns(&self) -> Option<u64> {
         match &self.inner {
-            Inner::Ours(ours) => ours.local_ns(),
+            Inner::Pool(ours) => ours.local_ns(),
             Inner::Rpc(_) | Inner::Array(_) => None,
         }
     }
@@ -168,9 +170,11 @@ impl Client {
     /// Carries out the posted operations at the node.
     pub fn arrive(&mut self, world: &mut World) -> Arrived {
         match &mut self.inner {
-            Inner::Rpc(rpc) => Arrived { node: self.node, rpc: rpc.wish.map(|(class, _)| class), ..plain(1) },
-            Inner::Array(array) => world.nodes[self.node].touch(array.machine.touches(), &mut array.heard),
-            Inner::Ours(ours) => ours.arrive(world),
+            Inner::Rpc(rpc) => {
+                Arrived { node: self.node, rpc: rpc.request.map(|(class, _)| class), ..plain(1) }
+            }
+            Inner::Array(array) => world.nodes[self.node].touch(array.machine.touches(), &mut array.results),
+            Inner::Pool(ours) => ours.arrive(world),
         }
     }
 
@@ -181,12 +185,12 @@ impl Client {
     pub fn proceed(&mut self) -> Result<bool, String> {
         match &mut self.inner {
             Inner::Rpc(rpc) => {
-                if let Some((class, true)) = rpc.wish.take() {
+                if let Some((class, true)) = rpc.request.take() {
                     rpc.held.push((self.node, class));
                 }
                 Ok(true)
             }
-            Inner::Array(array) => Ok(match array.machine.complete(&array.heard)? {
+            Inner::Array(array) => Ok(match array.machine.complete(&array.results)? {
                 ArrayProgress::LostRace => false,
                 ArrayProgress::Freed => true,
                 ArrayProgress::Allocated(held) => {
@@ -194,7 +198,7 @@ impl Client {
                     true
                 }
             }),
-            Inner::Ours(ours) => ours.proceed(),
+            Inner::Pool(ours) => ours.proceed(),
         }
     }
 }

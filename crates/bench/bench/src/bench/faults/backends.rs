@@ -1,4 +1,4 @@
-//! The ways to run the program.
+//! The backends of the program's memory, and runs of the program on each.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -16,13 +16,13 @@ use tempfile::TempDir;
 use super::{Case, Sample, Size};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
-/// Memory for the measurement of lower bounds, which do not depend on it.
+/// Memory of the programs that measure lower bounds. The bounds do not depend on this size.
 const FLOOR_BYTES: u64 = 24 << 20;
 const MIB: f64 = 1_048_576.0;
 
-/// A way to run the program.
+/// The backend that resolves the program's page faults.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Way {
+pub enum FaultBackend {
     /// All resident.
     Plain,
     /// On memory nodes.
@@ -43,11 +43,11 @@ pub enum Way {
     },
 }
 
-impl Way {
-    /// The ways that every machine supports, in the order of a round.
+impl FaultBackend {
+    /// The backends that every machine supports, in the order of a round.
     pub const ALWAYS: [Self; 5] =
         [Self::Plain, Self::PlainFault, Self::Bare { other: false }, Self::Bare { other: true }, Self::Pool];
-    /// The ways that need root and swap.
+    /// The backends that need root and swap.
     pub const PEERS: [Self; 4] = [
         Self::Swap { zram: false, eight: false },
         Self::Swap { zram: false, eight: true },
@@ -72,7 +72,7 @@ impl Way {
         }
     }
 
-    /// Whether it is kernel swap.
+    /// Whether the backend is kernel swap.
     pub fn is_peer(self) -> bool {
         matches!(self, Self::Swap { .. })
     }
@@ -112,28 +112,28 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Runs a case in a way. `None` if the kernel killed the program twice for lack of memory.
+    /// Runs a case on a backend. `None` if the kernel killed the program twice for lack of memory.
     ///
     /// # Errors
     /// If the program failed otherwise, or found a wrong page.
-    pub fn run(&mut self, case: Case, way: Way) -> Result<Option<Sample>, BenchError> {
-        match way {
-            Way::PlainFault | Way::Bare { .. } => self.floor(case, way).map(Some),
-            Way::Plain => self.plain(case).map(Some),
-            Way::Pool => self.pool(case).map(Some),
-            Way::Swap { .. } => match self.swap(case, way)? {
+    pub fn run(&mut self, case: Case, backend: FaultBackend) -> Result<Option<Sample>, BenchError> {
+        match backend {
+            FaultBackend::PlainFault | FaultBackend::Bare { .. } => self.floor(case, backend).map(Some),
+            FaultBackend::Plain => self.plain(case).map(Some),
+            FaultBackend::Pool => self.pool(case).map(Some),
+            FaultBackend::Swap { .. } => match self.swap(case, backend)? {
                 Some(sample) => Ok(Some(sample)),
-                None => self.swap(case, way),
+                None => self.swap(case, backend),
             },
         }
     }
 
-    fn floor(&self, case: Case, way: Way) -> Result<Sample, BenchError> {
+    fn floor(&self, case: Case, backend: FaultBackend) -> Result<Sample, BenchError> {
         let mut command = Command::new(&self.programs.zerofloor);
         command.args(["--bytes", &FLOOR_BYTES.to_string(), "--cpu", "0"]);
         command.args(["--pattern", case.pattern(), "--op", case.op()]);
-        match way {
-            Way::Bare { other } => {
+        match backend {
+            FaultBackend::Bare { other } => {
                 command.args(["--mode", "uffd", "--who", "process", "--place"]);
                 command.arg(if other { "other" } else { "same" });
             }
@@ -141,7 +141,7 @@ impl Bench {
                 command.args(["--mode", "plain"]);
             }
         }
-        let (_, figures) = self.measured(command, Watched::All, "zerofloor", way.name())?;
+        let (_, figures) = self.measured(command, Watched::All, "zerofloor", backend.name())?;
         Ok(latencies(&figures))
     }
 
@@ -157,7 +157,8 @@ impl Bench {
     fn plain(&self, case: Case) -> Result<Sample, BenchError> {
         let mut command = Command::new(&self.programs.faultbench);
         self.arguments(&mut command, case);
-        let (outcome, figures) = self.measured(command, Watched::All, "faultbench", Way::Plain.name())?;
+        let (outcome, figures) =
+            self.measured(command, Watched::All, "faultbench", FaultBackend::Plain.name())?;
         let mut sample = latencies(&figures);
         add_common(&mut sample, &outcome, 0);
         Ok(sample)
@@ -187,9 +188,9 @@ impl Bench {
         Ok(sample)
     }
 
-    fn swap(&mut self, case: Case, way: Way) -> Result<Option<Sample>, BenchError> {
+    fn swap(&mut self, case: Case, backend: FaultBackend) -> Result<Option<Sample>, BenchError> {
         let Size { limit_bytes, bytes, .. } = self.size;
-        let Some(setup) = way.setup(limit_bytes, 2 * bytes)? else {
+        let Some(setup) = backend.setup(limit_bytes, 2 * bytes)? else {
             return Ok(None);
         };
         let mut command = setup.command(&self.programs.faultbench)?;
@@ -199,12 +200,14 @@ impl Bench {
         let usage = setup.usage()?;
         if usage.oom_kills > 0 {
             let name = case.name();
-            self.notes
-                .push(format!("the kernel killed the program for lack of memory: {name}, {}", way.name()));
+            self.notes.push(format!(
+                "the kernel killed the program for lack of memory: {name}, {}",
+                backend.name()
+            ));
             setup.close()?;
             return Ok(None);
         }
-        let figures = figures(&outcome, &output, "faultbench", way.name())?;
+        let figures = figures(&outcome, &output, "faultbench", backend.name())?;
         let mut sample = latencies(&figures);
         add_common(&mut sample, &outcome, 0);
         if let Some(peak_bytes) = usage.swap_peak_bytes {
@@ -218,29 +221,34 @@ impl Bench {
         Ok(Some(sample))
     }
 
-    /// Runs a program that must succeed and print its results.
+    /// Runs a program that must succeed and print its results. `backend` is named in errors.
     ///
     /// # Errors
-    /// If it does not.
+    /// If the program fails, or prints no valid results.
     pub fn measured(
         &self,
         command: Command,
         watched: Watched,
         program: &str,
-        way: &str,
+        backend: &str,
     ) -> Result<(ProgramOutcome, Figures), BenchError> {
         let output = self.folder.path().join("output");
         let outcome = child::run(command, &Streams { input: None, output: &output }, watched, |_| {})?;
-        let figures = figures(&outcome, &output, program, way)?;
+        let figures = figures(&outcome, &output, program, backend)?;
         Ok((outcome, figures))
     }
 }
 
-fn figures(outcome: &ProgramOutcome, output: &Path, program: &str, way: &str) -> Result<Figures, BenchError> {
+fn figures(
+    outcome: &ProgramOutcome,
+    output: &Path,
+    program: &str,
+    backend: &str,
+) -> Result<Figures, BenchError> {
     if !outcome.status.success() || outcome.status.signal().is_some() {
         return Err(BenchError::Program {
             program: program.into(),
-            way: way.into(),
+            context: backend.into(),
             status: outcome.status.to_string(),
             message: outcome.message.clone(),
         });
@@ -249,7 +257,7 @@ fn figures(outcome: &ProgramOutcome, output: &Path, program: &str, way: &str) ->
     match serde_json::from_str::<Figures>(&text) {
         // The results count only if all pages were verified.
         Ok(figures) if figures.errors == 0 && figures.verified_pages >= figures.ops => Ok(figures),
-        _ => Err(BenchError::Figures { program: program.into(), way: way.into(), text }),
+        _ => Err(BenchError::Figures { program: program.into(), context: backend.into(), text }),
     }
 }
 

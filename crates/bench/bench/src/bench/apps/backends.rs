@@ -1,4 +1,4 @@
-//! The ways to run a program.
+//! The backends of a program's memory, and runs of a program on each.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,18 +17,18 @@ use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Sample};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
-/// Least part of a limit that a zram's store must leave to the program, as a divisor.
+/// A zram's store must leave at least 1/`LEFT_PART` of the limit to the program.
 const LEFT_PART: u64 = 4;
-/// Up to this part of a limit, as a divisor, a store is mostly metadata of the device, and does not
+/// A store of at most 1/`SMALL_PART` of the limit is mostly metadata of the device, and does not
 /// show how well pages compress.
 const SMALL_PART: u64 = 10;
-/// Attempts of a run on kernel swap: at times the kernel kills a program that it does not kill the
+/// Attempts of a run on kernel swap, because the kernel sometimes kills a program that succeeds the
 /// next time.
-const TRIES: usize = 4;
+const ATTEMPTS: usize = 4;
 
-/// A way to run a program.
+/// The backend of a program's memory.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Way {
+pub enum AppBackend {
     /// All resident.
     Plain,
     /// On memory nodes over shared memory.
@@ -41,8 +41,8 @@ pub enum Way {
     Zram,
 }
 
-impl Way {
-    /// All ways with a limit, in the order of a round. The peers need root.
+impl AppBackend {
+    /// All backends with a limit, in the order of a round. The peers need root.
     pub const LIMITED: [Self; 4] = [Self::PoolShm, Self::PoolTcp, Self::SwapFile, Self::Zram];
 
     /// Name in the report.
@@ -56,7 +56,7 @@ impl Way {
         }
     }
 
-    /// Fabric to the nodes, if it is the pool.
+    /// Fabric to the nodes, if the backend is the pool.
     pub fn fabric(self) -> Option<Fabric> {
         match self {
             Self::PoolShm => Some(Fabric::Shm),
@@ -72,7 +72,7 @@ impl Way {
         Ok(setup)
     }
 
-    /// Sets up a small swap device and removes it, if the way is a peer.
+    /// Sets up a small swap device and removes it, if the backend is a peer.
     ///
     /// # Errors
     /// If that is not possible.
@@ -84,7 +84,7 @@ impl Way {
     }
 }
 
-/// Memory of a program.
+/// Memory limit of a program.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Fit {
     /// The limit in percent of the peak.
@@ -103,12 +103,13 @@ impl Fit {
 /// State that all runs share.
 #[derive(Debug)]
 pub struct Stage {
-    /// For outputs and sockets.
+    /// Folder of outputs and sockets.
     pub folder: TempDir,
-    /// For servers that refuse root.
+    /// The user of servers that refuse root.
     pub user: UnprivilegedUser,
     clusters: Vec<(Fabric, Cluster)>,
-    /// Limit less the size of a zram's store, once that is known; `None` if it is too small.
+    /// The program's limit beside a zram's store, by program and percentage; `None` if the store
+    /// leaves too little.
     beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
     /// Notes for the report.
     pub notes: Vec<String>,
@@ -128,7 +129,7 @@ impl Stage {
     /// Starts a cluster over each fabric.
     ///
     /// # Errors
-    /// If one does not start.
+    /// If a cluster does not start.
     pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
         for fabric in [Fabric::Shm, Fabric::Tcp] {
             let socket = self.user.socket(fabric.name());
@@ -143,26 +144,26 @@ impl Stage {
     /// If it fails, or a signal asks to stop.
     pub fn plain(&self, app: &dyn App) -> Result<(Sample, Played, u64), BenchError> {
         let command = self.command(app, |program| Ok::<_, BenchError>(Command::new(program)))?;
-        let (outcome, played) = self.play(app, Way::Plain, command, Watched::All)?;
+        let (outcome, played) = self.play(app, AppBackend::Plain, command, Watched::All)?;
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
-    /// Runs a program with a limit. `None` if each attempt on kernel swap failed; the notes say
-    /// how.
+    /// Runs a program with a limit. `None` if each attempt on kernel swap failed; a note has the
+    /// reason of each.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
     pub fn limited(
         &mut self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         fit: Fit,
     ) -> Result<Option<(Sample, Played)>, BenchError> {
-        match way {
-            Way::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
-            Way::PoolShm | Way::PoolTcp => self.pool(app, way, fit).map(Some),
-            Way::SwapFile => self.swap_until_done(app, way, fit, fit.limit_bytes()),
-            Way::Zram => self.zram(app, fit),
+        match backend {
+            AppBackend::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
+            AppBackend::PoolShm | AppBackend::PoolTcp => self.pool(app, backend, fit).map(Some),
+            AppBackend::SwapFile => self.swap_until_done(app, backend, fit, fit.limit_bytes()),
+            AppBackend::Zram => self.zram(app, fit),
         }
     }
 
@@ -181,7 +182,7 @@ impl Stage {
     fn play(
         &self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         command: Command,
         watched: Watched,
     ) -> Result<(ProgramOutcome, Played), BenchError> {
@@ -193,22 +194,22 @@ impl Stage {
             // The client of a server that died reports only a closed connection.
             done => Err(BenchError::Program {
                 program: app.name().into(),
-                way: way.name().into(),
+                context: backend.name().into(),
                 status: outcome.status.to_string(),
                 message: outcome.message + &done.err().map_or(String::new(), |error| format!("\n{error}")),
             }),
         }
     }
 
-    fn pool(&self, app: &dyn App, way: Way, fit: Fit) -> Result<(Sample, Played), BenchError> {
+    fn pool(&self, app: &dyn App, backend: AppBackend, fit: Fit) -> Result<(Sample, Played), BenchError> {
         let (_, cluster) = self
             .clusters
             .iter()
-            .find(|(fabric, _)| way.fabric() == Some(*fabric))
+            .find(|(fabric, _)| backend.fabric() == Some(*fabric))
             .expect("clusters are brought up before any run on the pool");
-        let (command, stats) = self.pooled_command(app, way, cluster, fit.limit_bytes())?;
+        let (command, stats) = self.pooled_command(app, backend, cluster, fit.limit_bytes())?;
         let before_us = cluster.cpu_us();
-        let (outcome, played) = self.play(app, way, command, Watched::Started)?;
+        let (outcome, played) = self.play(app, backend, command, Watched::Started)?;
         let mut sample = sample(&outcome, &played, cluster.cpu_us().saturating_sub(before_us));
         let stats = read_statistics(&stats)?;
         sample.insert("elsewhere MiB", float(stats.remote_peak_bytes) / float(MIB));
@@ -222,11 +223,11 @@ impl Stage {
     fn pooled_command(
         &self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         cluster: &Cluster,
         limit_bytes: u64,
     ) -> Result<(Command, PathBuf), BenchError> {
-        let socket = way.fabric().and_then(|fabric| self.user.socket(fabric.name()));
+        let socket = backend.fabric().and_then(|fabric| self.user.socket(fabric.name()));
         if let Some(socket) = socket.filter(|_| app.refuses_root()) {
             let stats = self.user.home().join("stats.json");
             return Ok((self.user.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
@@ -235,17 +236,17 @@ impl Stage {
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
     }
 
-    /// Runs a program on kernel swap. At times the kernel finds no page to swap out, and kills the
-    /// program or fails a system call. Then the run is repeated.
+    /// Runs a program on kernel swap. Repeats the run if the kernel found no page to swap out, and
+    /// killed the program or failed a system call.
     fn swap_until_done(
         &mut self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         fit: Fit,
         limit_bytes: u64,
     ) -> Result<Option<(Sample, Played)>, BenchError> {
-        for _ in 0..TRIES {
-            match self.swap(app, way, fit, limit_bytes)? {
+        for _ in 0..ATTEMPTS {
+            match self.swap(app, backend, fit, limit_bytes)? {
                 Ok((mut sample, played, usage)) => {
                     let taken_bytes = limit_bytes + usage.store_peak_bytes;
                     let beyond = float(taken_bytes.saturating_sub(fit.limit_bytes())) / float(MIB);
@@ -253,8 +254,8 @@ impl Stage {
                     return Ok(Some((sample, played)));
                 }
                 Err(reason) => {
-                    let (name, way) = (app.name(), way.name());
-                    self.notes.push(format!("{name} on {way} at {} %: {reason}", fit.percent));
+                    let (name, backend) = (app.name(), backend.name());
+                    self.notes.push(format!("{name} on {backend} at {} %: {reason}", fit.percent));
                 }
             }
         }
@@ -264,13 +265,14 @@ impl Stage {
     fn swap(
         &self,
         app: &dyn App,
-        way: Way,
+        backend: AppBackend,
         fit: Fit,
         limit_bytes: u64,
     ) -> Result<Result<(Sample, Played, SetupUsage), String>, BenchError> {
-        let setup = way.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
+        let setup =
+            backend.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
         let command = self.command(app, |program| setup.command(program))?;
-        let (result, was_in_want) = setup.patiently(|| self.play(app, way, command, Watched::All))?;
+        let (result, has_waited) = setup.with_oom_waits(|| self.play(app, backend, command, Watched::All))?;
         let usage = setup.usage()?;
         setup.close()?;
         let (outcome, played) = match result {
@@ -285,7 +287,7 @@ impl Stage {
             sample.insert("elsewhere MiB", float(peak_bytes) / float(MIB));
         }
         sample.insert("faults", float(usage.major_faults));
-        sample.insert("in want", f64::from(was_in_want));
+        sample.insert("in want", f64::from(has_waited));
         Ok(Ok((sample, played, usage)))
     }
 
@@ -295,7 +297,7 @@ impl Stage {
         let key = (app.name(), fit.percent);
         // If this run fails the size is not known, and the whole limit is used.
         if !self.beside_zram.contains_key(&key)
-            && let Ok((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())?
+            && let Ok((_, _, usage)) = self.swap(app, AppBackend::Zram, fit, fit.limit_bytes())?
         {
             let left = beside_store(fit.limit_bytes(), &usage);
             self.notes.push(match left {
@@ -308,7 +310,7 @@ impl Stage {
                 ),
                 None => format!(
                     "zram, {} at {} %: its store of {} is too large for a limit of {}, so it is in addition \
-                     to the limit: memory that the other ways do not have",
+                     to the limit: memory that the other backends do not have",
                     app.name(),
                     fit.percent,
                     show_bytes(usage.store_peak_bytes),
@@ -318,12 +320,12 @@ impl Stage {
             self.beside_zram.insert(key, left);
         }
         let left = self.beside_zram.get(&key).copied().flatten().unwrap_or(fit.limit_bytes());
-        self.swap_until_done(app, Way::Zram, fit, left)
+        self.swap_until_done(app, AppBackend::Zram, fit, left)
     }
 }
 
-/// Memory of a program such that it and the store fit into `limit_bytes`. A byte less of it is a
-/// byte more on swap, and enlarges the store by the compressed size of a byte.
+/// Memory of a program such that it and the store fit into `limit_bytes`. A byte less for the
+/// program is a byte more on swap, which enlarges the store by the compressed size of a byte.
 fn beside_store(limit_bytes: u64, usage: &SetupUsage) -> Option<u64> {
     let store_bytes = usage.store_peak_bytes;
     let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);

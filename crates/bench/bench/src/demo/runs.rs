@@ -19,9 +19,9 @@ const QUERY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time between two points of the curve.
 const POINT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How the program gets its memory.
+/// A run of the demo: the backend of the program's memory.
 #[derive(Clone, Copy, Debug)]
-pub enum Way<'a> {
+pub enum DemoRun<'a> {
     /// Without a limit.
     Plain,
     /// With a limit, and the rest on memory nodes.
@@ -40,7 +40,7 @@ pub enum Way<'a> {
     },
 }
 
-impl Way<'_> {
+impl DemoRun<'_> {
     /// Name of the plain run, and of its output file.
     pub const PLAIN: &'static str = "plainly";
     /// Name of the run on the pool, and of its output file.
@@ -69,7 +69,7 @@ pub struct Point {
 /// Results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Played {
-    /// Name of the way.
+    /// Name of the run.
     pub name: &'static str,
     /// Time from start to end.
     pub seconds: f64,
@@ -124,7 +124,7 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// Each output goes to a file in `folder` with the name of its way.
+    /// A stage whose runs write their outputs to files in `folder`, with the names of the runs.
     pub fn new(program: Program, folder: PathBuf) -> Self {
         Self { program, folder }
     }
@@ -134,33 +134,35 @@ impl Stage {
         "sqlite3 indexes the Linux kernel's documentation in memory"
     }
 
-    /// Runs the program in one way, with progress on the terminal.
+    /// Runs the program, with progress on the terminal.
     ///
     /// # Errors
-    /// If it cannot be set up, fails, or a signal asks to stop.
-    pub fn run(&mut self, way: Way<'_>) -> Result<Played, BenchError> {
-        match way {
-            Way::Plain => {
+    /// If the run cannot be set up, fails, or a signal asks to stop.
+    pub fn run(&mut self, run: DemoRun<'_>) -> Result<Played, BenchError> {
+        match run {
+            DemoRun::Plain => {
                 let command = Command::new(self.program.executable());
-                self.play(&way, command, Watched::All, u64::MAX, || None)
+                self.play(&run, command, Watched::All, u64::MAX, || None)
             }
-            Way::Pool { cluster, limit_bytes } => {
+            DemoRun::Pool { cluster, limit_bytes } => {
                 let stats = self.folder.join("stats.json");
                 let command = cluster.pooled_command(limit_bytes, &stats, self.program.executable())?;
                 let ask = || {
                     let runs = cluster.status()?.runs;
                     Some(runs.iter().map(|run| (run.mempool_bytes, run.remote_bytes)).fold((0, 0), add))
                 };
-                let mut played = self.play(&way, command, Watched::Started, limit_bytes, ask)?;
+                let mut played = self.play(&run, command, Watched::Started, limit_bytes, ask)?;
                 let stats = read_statistics(&stats)?;
                 played.elsewhere_peak_bytes = stats.remote_peak_bytes;
                 played.faults = Some(stats.faults);
                 Ok(played)
             }
-            Way::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes) {
+            DemoRun::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes) {
                 Err(BenchError::Interrupted) => Err(BenchError::Interrupted),
                 // A failure of the peer is a result, not an error of the demo.
-                outcome => Ok(outcome.unwrap_or_else(|error| Played::failed(Way::SWAP, error.to_string()))),
+                outcome => {
+                    Ok(outcome.unwrap_or_else(|error| Played::failed(DemoRun::SWAP, error.to_string())))
+                }
             },
         }
     }
@@ -169,13 +171,13 @@ impl Stage {
         let mut setup = PeerSetup::new(Peer::SwapFile, limit_bytes, swap_bytes)?;
         setup.set_read_ahead(ReadAhead::EightPages)?;
         let command = setup.command(self.program.executable())?;
-        let way = Way::Swap { limit_bytes, swap_bytes };
+        let run = DemoRun::Swap { limit_bytes, swap_bytes };
         let ask = || Some((0, setup.usage().ok()?.swap_bytes));
-        let (mut played, outcome) = self.watch(&way, command, Watched::All, limit_bytes, ask)?;
+        let (mut played, outcome) = self.watch(&run, command, Watched::All, limit_bytes, ask)?;
         let usage = setup.usage()?;
         if usage.oom_kills > 0 {
             played.failure = Some("killed by the kernel for lack of memory".into());
-        } else if let Err(error) = self.check(&way, &outcome) {
+        } else if let Err(error) = self.check(&run, &outcome) {
             played.failure = Some(error.to_string());
         }
         played.faults = Some(usage.major_faults);
@@ -189,14 +191,14 @@ impl Stage {
     /// Like [`Self::watch`], but a failure of the program is an error.
     fn play(
         &self,
-        way: &Way<'_>,
+        run: &DemoRun<'_>,
         command: Command,
         watched: Watched,
         limit_bytes: u64,
         ask: impl Fn() -> Option<(u64, u64)>,
     ) -> Result<Played, BenchError> {
-        let (played, outcome) = self.watch(way, command, watched, limit_bytes, ask)?;
-        self.check(way, &outcome)?;
+        let (played, outcome) = self.watch(run, command, watched, limit_bytes, ask)?;
+        self.check(run, &outcome)?;
         Ok(played)
     }
 
@@ -204,17 +206,17 @@ impl Stage {
     /// bytes on nodes or in the swap file.
     fn watch(
         &self,
-        way: &Way<'_>,
+        run: &DemoRun<'_>,
         mut command: Command,
         watched: Watched,
         limit_bytes: u64,
         ask: impl Fn() -> Option<(u64, u64)>,
     ) -> Result<(Played, ProgramOutcome), BenchError> {
         self.program.arrange(&mut command);
-        let output = self.folder.join(way.name());
+        let output = self.folder.join(run.name());
         let streams = Streams { input: Some(&self.program.script), output: &output };
-        let mut watcher = Watcher::new(way.name(), limit_bytes);
-        let outcome = child::run(command, &streams, watched, |moment| watcher.see(moment, &ask))?;
+        let mut watcher = Watcher::new(run.name(), limit_bytes);
+        let outcome = child::run(command, &streams, watched, |moment| watcher.record(moment, &ask))?;
         watcher.bar.finish_and_clear();
         let mut played = watcher.played;
         played.seconds = outcome.elapsed.as_secs_f64();
@@ -224,13 +226,13 @@ impl Stage {
         Ok((played, outcome))
     }
 
-    fn check(&self, way: &Way<'_>, outcome: &ProgramOutcome) -> Result<(), BenchError> {
+    fn check(&self, run: &DemoRun<'_>, outcome: &ProgramOutcome) -> Result<(), BenchError> {
         if outcome.status.success() {
             return Ok(());
         }
         Err(BenchError::Program {
             program: self.program.executable().display().to_string(),
-            way: way.name().into(),
+            context: run.name().into(),
             status: outcome.status.to_string(),
             message: outcome.message.clone(),
         })
@@ -245,7 +247,7 @@ fn add(sum: (u64, u64), next: (u64, u64)) -> (u64, u64) {
 struct Watcher {
     bar: ProgressBar,
     limit_bytes: u64,
-    asked: Option<Instant>,
+    queried: Option<Instant>,
     answer: (u64, u64),
     played: Played,
 }
@@ -258,16 +260,16 @@ impl Watcher {
             Err(_) => bar,
         };
         let played = Played { name, ..Played::default() };
-        Self { bar, limit_bytes, asked: None, answer: (0, 0), played }
+        Self { bar, limit_bytes, queried: None, answer: (0, 0), played }
     }
 
-    fn see(&mut self, moment: Moment, ask: &impl Fn() -> Option<(u64, u64)>) {
+    fn record(&mut self, moment: Moment, ask: &impl Fn() -> Option<(u64, u64)>) {
         let Moment { elapsed, resident_bytes } = moment;
         let elapsed_s = elapsed.as_secs_f64();
-        if self.asked.is_none_or(|asked| asked.elapsed() >= QUERY_INTERVAL) {
-            self.asked = Some(Instant::now());
+        if self.queried.is_none_or(|queried| queried.elapsed() >= QUERY_INTERVAL) {
+            self.queried = Some(Instant::now());
             self.answer = ask().unwrap_or(self.answer);
-            // Both values are of the same time only here.
+            // Only now are both values of the same time.
             let local_bytes = resident_bytes + self.answer.0;
             self.played.local_peak_bytes = self.played.local_peak_bytes.max(local_bytes);
         }
@@ -297,11 +299,11 @@ mod tests {
 
     #[test]
     fn peaks_and_curve_are_kept() {
-        let mut watcher = Watcher::new(Way::POOL, 100);
+        let mut watcher = Watcher::new(DemoRun::POOL, 100);
         let moment = |ms, resident_bytes| Moment { elapsed: Duration::from_millis(ms), resident_bytes };
-        watcher.see(moment(0, 70), &|| Some((20, 500)));
-        watcher.see(moment(10, 60), &|| Some((90, 400)));
-        watcher.see(moment(150, 80), &|| Some((90, 400)));
+        watcher.record(moment(0, 70), &|| Some((20, 500)));
+        watcher.record(moment(10, 60), &|| Some((90, 400)));
+        watcher.record(moment(150, 80), &|| Some((90, 400)));
         // The interval allows one query only, so the second answer is not used.
         assert_eq!(watcher.played.local_peak_bytes, 90);
         assert_eq!(watcher.played.elsewhere_peak_bytes, 500);

@@ -9,8 +9,8 @@ use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Outcomes, StateMachine, Step, StepResult, WordAt};
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
+use super::allocators::pick;
 use super::ladder::{Account, Rung};
-use super::ways::pick;
 use super::words::{Arrived, World, plain};
 
 /// Time of a request to the agent of this host and its answer, through a polled ring.
@@ -32,7 +32,7 @@ enum Asked {
 
 /// A client of all nodes.
 #[derive(Debug)]
-pub struct OurClient {
+pub struct PoolModelClient {
     host: Host,
     caches: Vec<NodeCache>,
     held: Vec<(usize, Grant)>,
@@ -40,7 +40,7 @@ pub struct OurClient {
     node: usize,
     operation: Option<Operation>,
     action: Option<Action>,
-    heard: Vec<u64>,
+    results: Vec<u64>,
     rung: Rung,
     account: Account,
     /// Whether the last action lost a race at a control word, before the extent was allocated.
@@ -48,12 +48,11 @@ pub struct OurClient {
     /// Whether the extent is allocated; the remaining actions only update hint bits.
     has_taken: bool,
     asked: Option<Asked>,
-    /// The stock: as many extents as the program has freed, which is less than a real session
-    /// keeps.
+    /// The stock: the extents that the program has freed. A real session keeps more.
     kept: Vec<(usize, Grant)>,
 }
 
-impl OurClient {
+impl PoolModelClient {
     /// A client that assumes all nodes to be free.
     pub fn new(host: u16, sections: u32, nodes: usize, seed: u64, rung: Rung) -> Self {
         let cache = |node: usize| {
@@ -62,7 +61,7 @@ impl OurClient {
             let place = if rung.has_contention_control() { host } else { 0 };
             let draws = NumberSource::counted(u32::from(host), 1 << 12);
             let search_start = search_start(Host(place), seed * nodes as u64 + node as u64);
-            NodeCache::new(&layout.expect("so many sections fit"), search_start, Tenant(0), draws)
+            NodeCache::new(&layout.expect("the sections fit into a layout"), search_start, Tenant(0), draws)
         };
         Self {
             host: Host(host),
@@ -71,7 +70,7 @@ impl OurClient {
             node: 0,
             operation: None,
             action: None,
-            heard: Vec::new(),
+            results: Vec::new(),
             rung,
             account: Account::new(rung),
             has_lost: false,
@@ -81,7 +80,7 @@ impl OurClient {
         }
     }
 
-    /// Number of extents that it holds.
+    /// Number of extents that the client holds.
     pub fn held(&self) -> usize {
         self.held.len()
     }
@@ -96,8 +95,8 @@ impl OurClient {
     }
 
     /// Starts a free; returns true if it is complete without a trip.
-    pub fn free(&mut self, any: usize, wish: AllocRequest) -> Result<bool, String> {
-        let (node, grant) = pick(&mut self.held, any, wish);
+    pub fn free(&mut self, any: usize, request: AllocRequest) -> Result<bool, String> {
+        let (node, grant) = pick(&mut self.held, any, request);
         if self.rung == Rung::Service {
             self.kept.push((node, grant));
             self.asked = Some(Asked::Free);
@@ -106,7 +105,7 @@ impl OurClient {
         self.start(node, Operation::Free(FreeOp::new(self.host, grant)))
     }
 
-    /// See [`super::ways::Client::local_ns`].
+    /// See [`super::allocators::Client::local_ns`].
     pub fn local_ns(&self) -> Option<u64> {
         match (self.asked, &self.action) {
             (Some(_), _) => Some(RING_NS),
@@ -118,7 +117,7 @@ impl OurClient {
     /// Carries out the posted operations at the node.
     pub fn arrive(&mut self, world: &mut World) -> Arrived {
         let (Some(action), None) = (&self.action, self.asked) else { return plain(0) };
-        let arrived = world.nodes[self.node].carry_out(action, &mut self.heard);
+        let arrived = world.nodes[self.node].carry_out(action, &mut self.results);
         let takes = action.first_cas().and_then(|(at, _, desired)| is_allocation(at, desired));
         self.has_taken |= takes == Some(true) && arrived.lost == 0;
         self.has_lost = takes.is_some() && arrived.lost > 0 && !self.has_taken;
@@ -139,13 +138,13 @@ impl OurClient {
             None => {}
         }
         let cache = &mut self.caches[self.node];
-        let result = StepResult(&self.heard);
+        let result = StepResult(&self.results);
         match self.operation.as_mut() {
             Some(Operation::Alloc(op, class)) => {
                 let step = op.step(cache, result);
                 if self.has_lost && !self.rung.has_contention_control() {
-                    // It has learnt what the word is, and counts no race: nothing is avoided,
-                    // marked or read anew for it.
+                    // Starts again with the current word and without a count of races, so that
+                    // no span is avoided, marked or read again.
                     let again = Operation::Alloc(AllocOp::new(self.host, *class), *class);
                     return self.start(self.node, again);
                 }

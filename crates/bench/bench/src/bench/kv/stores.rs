@@ -1,4 +1,4 @@
-//! The stores that are compared, as one client uses them.
+//! The compared stores, as one client uses them.
 
 use std::io::{Read, Write};
 
@@ -19,18 +19,18 @@ pub const MEMCACHED_TLS: &str = "memcached, TLS";
 pub const REDIS: &str = "redis";
 pub const REDIS_TLS: &str = "redis, TLS";
 
-/// Called with the place of each key and its value, if it has one.
+/// A callback for the index of each key and its value, if it has one.
 pub type Found<'a> = &'a mut dyn FnMut(usize, Option<&Vec<u8>>) -> Result<(), BenchError>;
 
-/// A store.
-pub trait Way {
-    /// Its name.
+/// A key-value store that is measured.
+pub trait ComparedStore {
+    /// The name in the report.
     fn name(&self) -> &'static str;
 
-    /// Gives a key a value.
+    /// Sets the value of a key.
     fn put(&mut self, key: &[u8], value: &[u8]) -> Result<(), BenchError>;
 
-    /// Reads the value of a key. Returns whether it has one.
+    /// Reads the value of a key into `out`. Returns false if the key has none.
     fn get(&mut self, key: &[u8], out: &mut Vec<u8>) -> Result<bool, BenchError>;
 
     /// Reads the values of several keys at once.
@@ -45,7 +45,7 @@ pub trait Way {
     fn server_cpu_ns(&self) -> u64;
 }
 
-/// The value of a key.
+/// The value that a version of a key has.
 pub fn value(key: usize, version: u64, size: usize) -> Vec<u8> {
     let mut random = Random((key as u64) << 20 | version);
     let words = std::iter::repeat_with(|| random.word()).take(size.div_ceil(8));
@@ -54,20 +54,20 @@ pub fn value(key: usize, version: u64, size: usize) -> Vec<u8> {
     bytes
 }
 
-/// Compares a value.
+/// Fails if a found value differs from the expected one.
 pub fn check(name: &str, found: Option<&Vec<u8>>, expected: &[u8]) -> Result<(), BenchError> {
     match found {
         Some(found) if found == expected => Ok(()),
         _ => Err(BenchError::Wrong {
             program: name.into(),
-            way: "a get".into(),
-            what: "the value is not that which was put".into(),
+            context: "a get".into(),
+            what: "the value differs from the one that was put".into(),
         }),
     }
 }
 
 /// A store of Aquifer.
-pub struct OurStore {
+pub struct AquiferStore {
     pub name: &'static str,
     pub store: KvStore<HeapClient>,
     pub service: u32,
@@ -77,7 +77,7 @@ fn failed(error: impl std::fmt::Display) -> BenchError {
     BenchError::Heap { reason: error.to_string() }
 }
 
-impl Way for OurStore {
+impl ComparedStore for AquiferStore {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -118,14 +118,14 @@ impl Way for OurStore {
     }
 }
 
-/// memcached.
+/// A store on a memcached server.
 pub struct MemcachedStore<S: Read + Write> {
     pub name: &'static str,
     pub client: Memcached<S>,
     pub server: u32,
 }
 
-impl<S: Read + Write> Way for MemcachedStore<S> {
+impl<S: Read + Write> ComparedStore for MemcachedStore<S> {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -149,7 +149,7 @@ impl<S: Read + Write> Way for MemcachedStore<S> {
         let mut values: Vec<(Vec<u8>, Vec<u8>)> = Vec::with_capacity(keys.len());
         let mut take = |key: &[u8], value: &[u8]| values.push((key.to_vec(), value.to_vec()));
         self.client.get(keys, &mut take).map_err(|error| server_error("memcached", error))?;
-        // They come in the order of the keys; keys without a value are left out.
+        // memcached returns the values in the order of the keys, without those that have no value.
         let mut values = values.into_iter().peekable();
         for (place, key) in keys.iter().enumerate() {
             let value = values.next_if(|(of, _)| of == key).map(|(_, value)| value);
@@ -163,14 +163,14 @@ impl<S: Read + Write> Way for MemcachedStore<S> {
     }
 }
 
-/// redis.
+/// A store on a redis server.
 pub struct RedisStore<S: Read + Write> {
     pub name: &'static str,
     pub client: Client<S>,
     pub server: u32,
 }
 
-impl<S: Read + Write> Way for RedisStore<S> {
+impl<S: Read + Write> ComparedStore for RedisStore<S> {
     fn name(&self) -> &'static str {
         self.name
     }

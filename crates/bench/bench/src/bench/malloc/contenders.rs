@@ -1,4 +1,4 @@
-//! The ways to run a benchmark.
+//! The compared combinations of allocator and paging, and runs of a benchmark with each.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,13 +19,13 @@ use super::Sample;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
 const LIBRARY: &str = "libaquifer_malloc.so";
-/// Attempts of a run on kernel swap: at times the kernel kills a program that it does not kill the
+/// Attempts of a run on kernel swap, because the kernel sometimes kills a program that succeeds the
 /// next time.
-const TRIES: usize = 4;
+const ATTEMPTS: usize = 4;
 
 /// Allocator and paging of a run.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Way {
+pub enum MallocContender {
     /// glibc, all resident.
     Glibc,
     /// The library without a limit: mimalloc, all resident.
@@ -38,7 +38,7 @@ pub enum Way {
     SwapFile,
 }
 
-impl Way {
+impl MallocContender {
     /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
@@ -50,7 +50,7 @@ impl Way {
         }
     }
 
-    /// Sets up a small swap device and removes it, if the way is kernel swap.
+    /// Sets up a small swap device and removes it, if the contender is kernel swap.
     ///
     /// # Errors
     /// If that is not possible.
@@ -70,11 +70,11 @@ fn swap(limit_bytes: u64, swap_bytes: u64) -> Result<PeerSetup, SetupError> {
 pub struct Job {
     /// Name of the benchmark in the program.
     pub name: &'static str,
-    /// Bytes that it keeps allocated.
+    /// Bytes that the benchmark keeps allocated.
     pub bytes: u64,
     /// Number of operations.
     pub operations: u64,
-    /// Limit of resident memory, for ways with a limit.
+    /// Limit of resident memory, for contenders with a limit.
     pub limit_bytes: u64,
     /// The limit in percent of the peak.
     pub percent: u64,
@@ -100,11 +100,11 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// Starts a cluster that lends this much.
+    /// Starts a cluster that lends `memory_bytes`.
     ///
     /// # Errors
-    /// If it does not start, the program cannot be compiled, or the library is not in the folder of
-    /// this binary.
+    /// If the cluster does not start, the program cannot be compiled, or the library is not in the
+    /// folder of this binary.
     pub fn new(memory_bytes: u64) -> Result<Self, BenchError> {
         let folder = folder::temporary()?;
         let program = programs::build(folder.path())?.mallocbench;
@@ -122,31 +122,35 @@ impl Stage {
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
-    pub fn play(&mut self, way: Way, job: Job) -> Result<Option<(Sample, u64)>, BenchError> {
-        let played = match way {
-            Way::Glibc => self.watch(way, job, Command::new(&self.program), Watched::All),
-            Way::Plain | Way::Library => {
+    pub fn play(
+        &mut self,
+        contender: MallocContender,
+        job: Job,
+    ) -> Result<Option<(Sample, u64)>, BenchError> {
+        let played = match contender {
+            MallocContender::Glibc => self.watch(contender, job, Command::new(&self.program), Watched::All),
+            MallocContender::Plain | MallocContender::Library => {
                 let mut command = Command::new(&self.program);
                 command.env("LD_PRELOAD", &self.library).env_remove(LOCAL_VARIABLE);
-                if way == Way::Library {
+                if contender == MallocContender::Library {
                     command.env(LOCAL_VARIABLE, job.limit_bytes.to_string());
                     command.env("AQUIFER_AGENT", self.cluster.state().join("agent.sock"));
                 }
-                self.watch(way, job, command, Watched::All)
+                self.watch(contender, job, command, Watched::All)
             }
-            Way::Run => {
+            MallocContender::Run => {
                 let stats = self.folder.path().join("stats.json");
                 let command = self.cluster.pooled_command(job.limit_bytes, &stats, &self.program)?;
-                self.watch(way, job, command, Watched::Started)
+                self.watch(contender, job, command, Watched::Started)
             }
-            Way::SwapFile => return self.swap_until_done(job),
+            MallocContender::SwapFile => return self.swap_until_done(job),
         };
         played.map(Some)
     }
 
     fn watch(
         &self,
-        way: Way,
+        contender: MallocContender,
         job: Job,
         mut command: Command,
         watched: Watched,
@@ -158,12 +162,12 @@ impl Stage {
         if !outcome.status.success() {
             return Err(BenchError::Program {
                 program: job.name.into(),
-                way: way.name().into(),
+                context: contender.name().into(),
                 status: outcome.status.to_string(),
                 message: outcome.message,
             });
         }
-        let mut sample = sample(way, job, &outcome, &output)?;
+        let mut sample = sample(contender, job, &outcome, &output)?;
         let daemons_us = self.cluster.cpu_us().saturating_sub(before_us);
         sample.insert("CPU s", float(outcome.cpu_us + daemons_us) / 1e6);
         Ok((sample, outcome.resident_peak_bytes))
@@ -171,11 +175,11 @@ impl Stage {
 
     /// Runs a benchmark on kernel swap, and repeats it if the kernel killed it.
     fn swap_until_done(&mut self, job: Job) -> Result<Option<(Sample, u64)>, BenchError> {
-        for _ in 0..TRIES {
+        for _ in 0..ATTEMPTS {
             let setup = swap(job.limit_bytes, 4 * job.bytes.max(64 * MIB))?;
             let command = setup.command(&self.program)?;
-            let (played, was_in_want) =
-                setup.patiently(|| self.watch(Way::SwapFile, job, command, Watched::All))?;
+            let (played, has_waited) =
+                setup.with_oom_waits(|| self.watch(MallocContender::SwapFile, job, command, Watched::All))?;
             let usage = setup.usage()?;
             setup.close()?;
             let reason = match played {
@@ -183,7 +187,7 @@ impl Stage {
                 Err(error @ BenchError::Program { .. }) => error.to_string(),
                 played => {
                     let (mut sample, peak_bytes) = played?;
-                    sample.insert("in want", f64::from(was_in_want));
+                    sample.insert("in want", f64::from(has_waited));
                     return Ok(Some((sample, peak_bytes)));
                 }
             };
@@ -193,15 +197,20 @@ impl Stage {
     }
 }
 
-fn sample(way: Way, job: Job, outcome: &ProgramOutcome, output: &Path) -> Result<Sample, BenchError> {
+fn sample(
+    contender: MallocContender,
+    job: Job,
+    outcome: &ProgramOutcome,
+    output: &Path,
+) -> Result<Sample, BenchError> {
     let text = std::fs::read(output).map_err(BenchError::io("read", output))?;
     let figures: Figures = serde_json::from_slice(&text)
-        .map_err(|error| BenchError::io("understand the figures in", output)(error.into()))?;
+        .map_err(|error| BenchError::io("parse the results in", output)(error.into()))?;
     if figures.errors > 0 {
         return Err(BenchError::Wrong {
             program: job.name.into(),
-            way: format!("{}, {} % fit", way.name(), job.percent),
-            what: format!("{} blocks that were not as written", figures.errors),
+            context: format!("{}, {} % fit", contender.name(), job.percent),
+            what: format!("{} blocks differ from the written bytes", figures.errors),
         });
     }
     Ok(Sample::from([
