@@ -1,6 +1,6 @@
 //! The records of a cache in the directory, and the transactions that change them.
 //!
-//! `docs/formats/directory.md` lists keys and fields.
+//! `docs/formats/directory.md` lists the keys, and `docs/formats/cache-peers.md` the fields.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

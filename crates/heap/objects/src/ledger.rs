@@ -184,7 +184,8 @@ impl<W: HeapWords> Mover for Ledger<W> {
         for (slot, id) in objects {
             let number = ObjectNumber::new(*id).expect("a heap has numbers");
             let at = slot_word(source, *slot, class);
-            // Another worker writes for some microseconds at most.
+            // The service has one worker under one lock, so no write is in progress (decision 21).
+            // With several workers, another one would write for some microseconds at most.
             while slot::lock(&mut self.words, at, number, Lock::Moving).is_err() {
                 std::hint::spin_loop();
             }

@@ -1,7 +1,8 @@
 //! The blocks of one worker: the thread-local allocator (§2.1).
 //!
-//! Each block belongs to one worker, so workers allocate and free without a lock. During a
-//! compaction its leader has the blocks (§3.1.4).
+//! Each block belongs to one worker. In the paper workers allocate and free without a lock, and the
+//! leader of a compaction has the blocks (§3.1.4). The service has one worker for each heap, which
+//! threads use under the lock of the heap (decision 21).
 
 use std::collections::{HashMap, HashSet};
 

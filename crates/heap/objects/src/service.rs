@@ -35,7 +35,7 @@ pub const OPERATOR: Tenant = Tenant(u32::MAX);
 pub const TICKET_SERVICE: u8 = 1;
 /// Longest message: an object with its header, or regions.
 pub const MESSAGE_BYTES_MAX: u32 = 40_000;
-/// Heaps of a node, at most. Each has nine regions.
+/// Heaps of a node, at most. Each has a region for each block size.
 pub const HEAPS_MAX: usize = 4096;
 /// An address that was released is freed after one to two such intervals.
 const RELEASE_INTERVAL: Duration = Duration::from_secs(30);

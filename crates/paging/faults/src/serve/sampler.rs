@@ -251,8 +251,9 @@ impl SampledRun {
         // - Faults wait for room, and the run is below its limit again.
         // - The run is near its limit, and a program holds more than the others, which could
         //   otherwise only evict their own pages.
-        // - The pool is short, so all programs release their clean copies.
-        // - Slabs are to be emptied, so all programs move pages.
+        // - The pool is short for the run's user, so the programs of this user release their clean
+        //   copies.
+        // - Slabs of the run are to be emptied, so its programs move pages.
         let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
         let is_short = run.budget.mempool_user().is_pool_short();
         let is_vacating = run.slabs.vacating_round().is_some();

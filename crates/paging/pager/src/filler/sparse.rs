@@ -25,7 +25,7 @@ const HOLED_PERMILLE: u32 = 875;
 const MOVABLE_PERMILLE: u32 = 750;
 /// Sparse slabs are searched each time that this part of all slabs has been filled.
 const SEARCH_DIVISOR: usize = 64;
-/// Pages to be pages_to_move in one round, approximately.
+/// Pages that one round of vacating moves, approximately.
 const MOVES_MAX: u32 = 16384;
 
 /// How much memory a round of vacating must free.

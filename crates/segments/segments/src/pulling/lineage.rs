@@ -12,7 +12,9 @@ pub const LINKS_MAX: usize = 8;
 pub struct Link {
     /// The host.
     pub at: Life,
-    /// The hand-over by which it got the segment; 0 for the one that has allocated it.
+    /// The hand-over by which the host got the segment. The host that has allocated it has the
+    /// generation of the tenant's `RangesRecord` at that time, and one that has restored it the
+    /// number after the last of the record.
     pub generation: u64,
 }
 
