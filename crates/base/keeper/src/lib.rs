@@ -265,8 +265,11 @@ impl KeeperServer {
                 left.push((*share_id, owner.connection));
             }
         }
-        for (share_id, connection) in left {
-            self.remove_owner(share_id, connection);
+        for (share_id, number) in left {
+            self.remove_owner(share_id, number);
+            // Requests of the connection concern no share any more.
+            let expelled = self.connections.iter_mut().find(|connection| connection.number == number);
+            expelled.into_iter().for_each(|connection| connection.share = None);
         }
     }
 

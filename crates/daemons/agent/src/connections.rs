@@ -149,8 +149,8 @@ impl Connections {
                 Ok(Some(introduction)) => self.admit(channel.uid, introduction),
                 Ok(None) => return,
                 Err(error) => {
-                    let mut log = self.admit_failures.lock();
-                    if let Some(failures) = log.record(Instant::now()) {
+                    let failures = self.admit_failures.lock().record(Instant::now());
+                    if let Some(failures) = failures {
                         tracing::warn!(%error, failures, uid = channel.uid, "lost a connection");
                     }
                     std::thread::sleep(ADMIT_PAUSE);

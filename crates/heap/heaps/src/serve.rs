@@ -6,6 +6,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::HeapsRecord;
@@ -208,8 +209,12 @@ pub fn serve(
     };
     let targets: Vec<Arc<dyn Target>> =
         std::iter::once(target).chain(device.as_ref().map(|(device, _)| Arc::clone(device))).collect();
-    let mut membership =
+    let membership =
         Membership::join(options.connect, record, options.lease_ttl, targets, Instant::now())?;
+    let membership = KeptMembership::start(membership).map_err(|source| TargetError::System {
+        what: "cannot start a thread for the lease",
+        source,
+    })?;
     let _metrics: Option<MetricsServer> =
         listener.map(|listener| metrics::serve(listener, Arc::clone(&service))).transpose()?;
     tracing::info!(node = options.node, bytes = options.memory_bytes, %address, "serving heaps");
@@ -221,13 +226,46 @@ pub fn serve(
         if tended.elapsed() >= TICK {
             tended = Instant::now();
             service.tend();
-            membership.renew(Instant::now());
             keeper.reconnect_if_closed();
         }
         std::thread::sleep(PAUSE);
     }
-    membership.leave();
+    drop(membership);
     Ok(())
+}
+
+/// A membership that a thread keeps, so that a node that does not answer costs no lease. The record
+/// is removed when it is dropped.
+struct KeptMembership {
+    stops: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl KeptMembership {
+    fn start(mut membership: Membership) -> io::Result<Self> {
+        let stops = Arc::new(AtomicBool::new(false));
+        let must_stop = Arc::clone(&stops);
+        let keep = move || {
+            while !must_stop.load(Ordering::Acquire) {
+                membership.renew(Instant::now());
+                std::thread::park_timeout(TICK);
+            }
+            membership.leave();
+        };
+        let thread = std::thread::Builder::new().name("heaps-lease".into()).spawn(keep)?;
+        Ok(Self { stops, thread: Some(thread) })
+    }
+}
+
+impl Drop for KeptMembership {
+    fn drop(&mut self) {
+        self.stops.store(true, Ordering::Release);
+        let Some(thread) = self.thread.take() else { return };
+        thread.thread().unpark();
+        if thread.join().is_err() {
+            tracing::error!("the thread that kept the lease of the service has panicked");
+        }
+    }
 }
 
 /// Answers the messages that came before the service answered them itself.

@@ -104,19 +104,23 @@ impl HeapBytes {
         target: &dyn Target,
         scope: Scope,
         keys: Option<[Key; BLOCK_ORDERS]>,
-    ) -> Result<Vec<Region>, TargetError> {
-        let register = |order: usize| {
+        regions: &mut Vec<Region>,
+    ) -> Result<(), TargetError> {
+        for order in 0..BLOCK_ORDERS {
             let map = UnitMap {
                 words: Arc::clone(&self.names),
                 at: usize::try_from(self.layout.names_before(order) * 8).expect("the names are mapped"),
-                units: addresses_max(self.layout.frames_max(), u8::try_from(order).expect("there are 16")),
+                units: addresses_max(
+                    self.layout.frames_max(),
+                    u8::try_from(order).expect("there are 16"),
+                ),
                 unit_bytes: FRAME_BYTES << order,
             };
             let plain = Registration::plain(Arc::clone(&self.data), Access::READ, scope);
             let key = keys.map(|keys| keys[order]);
-            target.register_as(Registration { map: Some(map), key, ..plain })
-        };
-        (0..BLOCK_ORDERS).map(register).collect()
+            regions.push(target.register_as(Registration { map: Some(map), key, ..plain })?);
+        }
+        Ok(())
     }
 
     /// Registers the memory as it is for READ, for a target that cannot translate addresses.

@@ -25,7 +25,7 @@ use crate::recovery::Damage;
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 use budget::FrameBudget;
 pub use budget::FrameSource;
-use closing::Closing;
+use closing::{Closing, Registered};
 use report::HeapReport;
 use tenant_heap::{MERGES_PER_STEP, TenantHeap};
 
@@ -236,9 +236,13 @@ impl HeapService {
                 TenantHeap::create_pinned(number, HeapBytes::create(*frames)?, budget, *frames)
             }
         };
-        let heap = self.register_in(&mut heaps, &*target, tenant, heap, None)?;
-        tracing::info!(node = self.node, uid = tenant.0, "opened a heap");
-        Ok(heap)
+        let opened = self.register_in(&mut heaps, &*target, tenant, heap, None);
+        match (&opened, self.devices.get()) {
+            (Ok(_), _) => tracing::info!(node = self.node, uid = tenant.0, "opened a heap"),
+            (Err(_), Some(Devices { frames, .. })) => self.budget.release(*frames),
+            (Err(_), None) => {}
+        }
+        opened
     }
 
     fn register(
@@ -259,19 +263,38 @@ impl HeapService {
         mut heap: TenantHeap,
         keys: Option<[Key; BLOCK_ORDERS]>,
     ) -> Result<Arc<Mutex<TenantHeap>>, OpenHeapError> {
-        let scope = Scope::Tenant(tenant);
-        let regions = heap.ledger.words.register(target, scope, keys)?;
-        if let Some(devices) = self.devices.get() {
-            let target = devices.target.upgrade().ok_or(OpenHeapError::Ended)?;
-            let regions = heap.ledger.words.register_raw(&*target, scope)?;
-            heap.raw_regions = Some(regions.map(|region| self.block_region(&heap, region)));
+        let mut registered = Registered::default();
+        let prepared = self.prepare(&mut heap, target, tenant, keys, &mut registered);
+        if let Err(error) = prepared {
+            self.closing.add_regions(registered);
+            return Err(error);
         }
-        heap.regions = regions.into_iter().map(|region| self.block_region(&heap, region)).collect();
-        self.keep(tenant, &heap).map_err(OpenHeapError::NotKept)?;
         self.numbers.lock().insert(heap.number);
         let heap = Arc::new(Mutex::new(heap));
         heaps.insert(tenant, Arc::clone(&heap));
         Ok(heap)
+    }
+
+    /// Registers the memory of a heap, and has the keeper hold it. Notes in `registered` what a
+    /// failure leaves at the targets.
+    fn prepare(
+        &self,
+        heap: &mut TenantHeap,
+        target: &dyn Target,
+        tenant: Tenant,
+        keys: Option<[Key; BLOCK_ORDERS]>,
+        registered: &mut Registered,
+    ) -> Result<(), OpenHeapError> {
+        let scope = Scope::Tenant(tenant);
+        heap.ledger.words.register(target, scope, keys, &mut registered.regions)?;
+        if let Some(devices) = self.devices.get() {
+            let target = devices.target.upgrade().ok_or(OpenHeapError::Ended)?;
+            let regions = heap.ledger.words.register_raw(&*target, scope)?;
+            registered.on_device = regions.to_vec();
+            heap.raw_regions = Some(regions.map(|region| self.block_region(heap, region)));
+        }
+        heap.regions = registered.regions.iter().map(|region| self.block_region(heap, *region)).collect();
+        self.keep(tenant, heap).map_err(OpenHeapError::NotKept)
     }
 
     fn block_region(&self, heap: &TenantHeap, region: Region) -> BlockRegion {
@@ -372,6 +395,7 @@ impl HeapService {
             }
         }
         self.closing.end_unused();
+        self.deregister_unused();
         self.budget.tend();
     }
 

@@ -331,6 +331,7 @@ impl<'a> Segment<'a> {
     /// # Errors
     /// If there is no such process, or it cannot be prepared.
     pub fn connect(&self, process: &str) -> Result<(), Error> {
+        self.process.check_owner()?;
         if let Some(state) = &mut *self.sync.lock() {
             state.stop_tracking();
         }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 
-use aquifer_fabric::{Key, Tenant};
+use aquifer_fabric::{Key, Region, Tenant};
 use parking_lot::Mutex;
 
 use super::HeapService;
@@ -16,12 +16,28 @@ pub(super) struct Closing {
     tenants: Mutex<BTreeSet<Tenant>>,
     /// Heaps that a request may still use.
     heaps: Mutex<Vec<Arc<Mutex<TenantHeap>>>>,
+    /// The regions of heaps that could not be opened.
+    unused: Mutex<Vec<Registered>>,
+}
+
+/// Regions of a heap at the targets.
+#[derive(Debug, Default)]
+pub(super) struct Registered {
+    pub regions: Vec<Region>,
+    /// The regions at the device that serves reads.
+    pub on_device: Vec<Region>,
 }
 
 impl Closing {
     /// Whether the heap of a user was closed.
     pub fn is_closed(&self, tenant: Tenant) -> bool {
         self.tenants.lock().contains(&tenant)
+    }
+
+    /// Keeps the regions of a heap that could not be opened for [`HeapService::deregister_unused`].
+    /// The thread that answers requests must not wait for its target.
+    pub fn add_regions(&self, registered: Registered) {
+        self.unused.lock().push(registered);
     }
 
     /// Lets a user have a heap again.
@@ -46,6 +62,21 @@ impl Closing {
 }
 
 impl HeapService {
+    /// Deregisters the regions of heaps that could not be opened. To be called often.
+    pub(super) fn deregister_unused(&self) {
+        let target = self.target.get().and_then(Weak::upgrade);
+        let device = self.devices.get().and_then(|devices| devices.target.upgrade());
+        for Registered { regions, on_device } in std::mem::take(&mut *self.closing.unused.lock()) {
+            let of_target = regions.iter().zip(std::iter::repeat(&target));
+            for (region, target) in of_target.chain(on_device.iter().zip(std::iter::repeat(&device))) {
+                let Some(target) = target else { continue };
+                if let Err(error) = target.deregister(region.key) {
+                    tracing::warn!(%error, "cannot deregister the memory of a heap that was not opened");
+                }
+            }
+        }
+    }
+
     /// Closes the heap of a tenant: its objects are lost, and an operator must open another one.
     /// This service does not use its number again, and the objects of a later heap have later
     /// numbers, so no old pointer names one of them.

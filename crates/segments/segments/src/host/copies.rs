@@ -126,12 +126,16 @@ impl SegmentHost {
         if !record.is_none_or(CopyRecord::is_valid) {
             return Err(SegmentError::CopyRecord(segment));
         }
-        let author = match self.owned(segment) {
+        let (author, _alone) = match self.owned(segment) {
             Ok(entry) => {
                 self.settle(segment, &entry);
-                Author::Owner(self.shared.own)
+                (Author::Owner(self.shared.own), None)
             }
-            Err(_) => Author::Finder(self.shared.evidence(segment)?),
+            // A new owner's record must not be taken for one that this host does not hold.
+            Err(_) => {
+                let alone = self.shared.creating.lock();
+                (Author::Finder(self.shared.evidence(segment)?), Some(alone))
+            }
         };
         match self.shared.registry.set_copies(segment, author, revision, record)? {
             CopiesChange::Done => Ok(()),
