@@ -33,7 +33,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/pool/extents",
     "crates/pool/pool",
     "crates/program/attach",
-    "crates/segments/segments",
     "tests/e2e",
     "tests/fuzz",
     "tests/hostile",
