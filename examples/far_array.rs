@@ -8,9 +8,9 @@ use std::error::Error;
 
 use aquifer_client::{Extent, ReadJob, Session, WriteJob};
 
-/// Numbers that are moved by one job.
+/// Maximum number of numbers that one job reads or writes.
 const CHUNK: usize = 8192;
-/// Bytes of a number.
+/// Size of a number in bytes.
 const BYTES: usize = size_of::<u64>();
 
 struct FarArray {

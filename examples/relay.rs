@@ -1,7 +1,7 @@
 //! Two processes hand a ring of nodes to each other; the pointers in it stay valid.
 //!
 //! Usage: `relay NAME PEER TURNS [MIB]`, once for each of two names, on one host or on two. The
-//! process whose name comes first makes the ring. A cluster must run (`aquifer up`).
+//! process whose name comes first creates the ring. A cluster must run (`aquifer up`).
 
 use std::error::Error;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -11,14 +11,14 @@ use aquifer_client::segments::{Process, Pulling, Segment, TransferFailure};
 
 /// Number of the segment.
 const RING: u64 = 7;
-/// Words of a node: the address of the next one, and how often it was visited.
+/// Words of a node: the address of the next one, and the number of visits.
 const NODE_WORDS: usize = 2;
-/// Neighbours in the ring are this many nodes apart, so that a walk touches many pages.
+/// Distance in nodes between neighbours in the ring, so that a walk touches many pages.
 const STRIDE: usize = 7919;
-/// Nodes that each turn visits, from the first.
+/// Number of nodes that each turn visits, beginning with the first.
 const VISITS: usize = 1000;
-/// How long to wait for the other process.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time for which a process waits for the other one.
+const PEER_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -60,7 +60,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Makes a ring of all nodes. Its pointers are addresses.
+/// Links all nodes to a ring by their addresses.
 fn build(segment: &Segment<'_>) {
     let nodes = segment.words().len() / NODE_WORDS;
     for node in 0..nodes {
@@ -69,7 +69,8 @@ fn build(segment: &Segment<'_>) {
     }
 }
 
-/// Follows the pointers and counts each visit. All nodes on the way were visited in each turn.
+/// Follows the pointers and counts each visit. Each visited node was also visited in all turns
+/// before.
 fn visit(segment: &Segment<'_>, turn: u64) -> Result<(), Box<dyn Error>> {
     let mut node = segment.address();
     for _ in 0..VISITS {
@@ -84,10 +85,9 @@ fn visit(segment: &Segment<'_>, turn: u64) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Hands the segment over. If the peer is not open yet, or an agent is restarted meanwhile, tries
-/// again.
+/// Hands the segment over. Retries if the peer is not open yet, or an agent is restarted.
 fn transfer(mut segment: Segment<'_>, peer: &str) -> Result<(), Box<dyn Error>> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + PEER_TIMEOUT;
     loop {
         let failure = match segment.connect(peer) {
             Err(error) => TransferFailure { segment: Some(segment), error },
@@ -105,5 +105,7 @@ fn transfer(mut segment: Segment<'_>, peer: &str) -> Result<(), Box<dyn Error>> 
 }
 
 fn receive(process: &Process) -> Result<Segment<'_>, Box<dyn Error>> {
-    process.receive(Pulling::Ahead, PATIENCE)?.ok_or_else(|| "nothing was handed over".into())
+    process
+        .receive(Pulling::Ahead, PEER_TIMEOUT)?
+        .ok_or_else(|| "the other process has handed no segment over".into())
 }

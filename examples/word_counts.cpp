@@ -1,12 +1,12 @@
-// Two processes count the words of a text in partitions, and share the work out between them.
+// Two processes count the words of a text in partitions, and balance the work between them.
 //
 // Usage: word_counts NAME PEER FILE [PARTITIONS], once for each of two names, on one host or on
-// two. A cluster must run (aquifer up). The process whose name comes first makes the partitions,
-// and prints the counts in the end.
+// two. A cluster must run (aquifer up). The process whose name comes first creates the partitions,
+// and prints the result at the end.
 //
-// A partition is a segment: how far the text is read, and a map of the words that belong to it. A
-// process that has nothing to do hands a finished partition to the other one, which gives it one
-// of its own, with all its counts, in the middle of the work.
+// A partition is a segment: the number of counted lines, and a map of the words that belong to the
+// partition. An idle process hands a finished partition over to the other one. The other process
+// replies with an unfinished partition, with all its counts.
 #include <aquifer_containers.hpp>
 
 #include <algorithm>
@@ -22,10 +22,10 @@ using namespace std::chrono_literals;
 // The number of the first partition's segment.
 constexpr std::uint64_t first_segment = 100;
 constexpr std::uint64_t segment_bytes = 16 << 20;
-// Lines that a process reads at once for one partition.
-constexpr std::size_t lines_at_once = 200;
-// How long to wait for the other process.
-constexpr auto patience = 30s;
+// Number of lines that a process counts in one step of a partition.
+constexpr std::size_t lines_per_step = 200;
+// Time for which a process waits for the other one.
+constexpr auto peer_timeout = 30s;
 
 // The words of one partition.
 struct partition {
@@ -50,7 +50,7 @@ static std::uint64_t partition_of(std::string_view word, std::uint64_t partition
 
 // Counts the words of some lines that belong to a partition.
 static void count(owned_partition &of, const lines_of_text &lines, std::uint64_t partitions) {
-    std::size_t end = std::min(lines.size(), of->lines + lines_at_once);
+    std::size_t end = std::min(lines.size(), of->lines + lines_per_step);
     for (; of->lines < end; of->lines++) {
         std::istringstream words(lines[of->lines]);
         for (std::string word; words >> word;) {
@@ -68,7 +68,7 @@ static void count(owned_partition &of, const lines_of_text &lines, std::uint64_t
 // Waits until the other process is open, and hands a partition over.
 static void hand_over(owned_partition given, const std::string &peer) {
     given->moves++;
-    for (auto end = std::chrono::steady_clock::now() + patience;; std::this_thread::sleep_for(20ms)) {
+    for (auto end = std::chrono::steady_clock::now() + peer_timeout;; std::this_thread::sleep_for(20ms)) {
         try {
             given.connect(peer.c_str());
             break;
@@ -80,7 +80,7 @@ static void hand_over(owned_partition given, const std::string &peer) {
     std::move(given).transfer();
 }
 
-// Compares the counts with those of the whole text, and lets the other process end.
+// Compares the counts with those of the whole text, prints the result, and ends the other process.
 static void report(std::vector<owned_partition> all, const lines_of_text &lines, const std::string &peer) {
     std::unordered_map<std::string, long> expected;
     for (const std::string &line : lines) {
@@ -95,7 +95,7 @@ static void report(std::vector<owned_partition> all, const lines_of_text &lines,
         words += one->counts.size();
         for (const auto &[word, times] : one->counts)
             if (expected[std::string(std::string_view(word))] != times)
-                throw std::runtime_error("a word was counted wrong");
+                throw std::runtime_error("the count of a word is wrong");
     }
     if (words != expected.size())
         throw std::runtime_error("a word was not counted");
@@ -119,8 +119,8 @@ static void run(const std::string &name, const std::string &peer, const lines_of
             work.back()->number = number;
         }
     for (;;) {
-        // Without work it can only wait.
-        auto received = owned_partition::receive(process, work.empty() ? patience : 0ms);
+        // A process without work waits for a partition.
+        auto received = owned_partition::receive(process, work.empty() ? peer_timeout : 0ms);
         if (received && (*received)->is_over)
             return std::move(*received).deallocate();
         if (received && (*received)->lines < lines.size()) {
@@ -128,13 +128,13 @@ static void run(const std::string &name, const std::string &peer, const lines_of
             work.push_back(std::move(*received));
         } else if (received) {
             finished.push_back(std::move(*received));
-            // The other process has nothing to do.
+            // A finished partition means that the other process is idle.
             if (work.size() > 1) {
                 hand_over(std::move(work.back()), peer);
                 work.pop_back();
             }
         } else if (work.empty()) {
-            throw std::runtime_error("nothing was handed over");
+            throw std::runtime_error("the other process has handed no partition over");
         }
         for (owned_partition &one : work)
             count(one, lines, partitions);
@@ -145,12 +145,12 @@ static void run(const std::string &name, const std::string &peer, const lines_of
         if (is_first && finished.size() == partitions)
             return report(std::move(finished), lines, peer);
         if (!is_first && work.empty()) {
-            // Finished ones are a sign that there is nothing to do.
+            // The finished partitions show the other process that this one is idle.
             for (owned_partition &one : finished)
                 hand_over(std::move(one), peer);
             finished.clear();
         } else if (work.size() == partitions) {
-            // The first time: half of them are for the other process.
+            // At the start, half of the partitions are for the other process.
             for (std::uint64_t given = 0; given < partitions / 2; given++) {
                 hand_over(std::move(work.back()), peer);
                 work.pop_back();

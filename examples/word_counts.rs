@@ -1,12 +1,12 @@
-//! Two processes count the words of a text in partitions, and share the work out between them.
+//! Two processes count the words of a text in partitions, and balance the work between them.
 //!
 //! Usage: `word_counts NAME PEER FILE [PARTITIONS]`, once for each of two names, on one host or on
-//! two. A cluster must run (`aquifer up`). The process whose name comes first makes the partitions,
-//! and prints the counts in the end.
+//! two. A cluster must run (`aquifer up`). The process whose name comes first creates the
+//! partitions, and prints the result at the end.
 //!
-//! A partition is a segment: how far the text is read, and a map of the words that belong to it. A
-//! process that has nothing to do hands a finished partition to the other one, which gives it one
-//! of its own, with all its counts, in the middle of the work.
+//! A partition is a segment: the number of counted lines, and a map of the words that belong to the
+//! partition. An idle process hands a finished partition over to the other one. The other process
+//! replies with an unfinished partition, with all its counts.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -18,10 +18,10 @@ use aquifer_containers::{Map, Owned, Text, TransferFailure, migratable};
 /// The number of the first partition's segment.
 const FIRST: u64 = 100;
 const SEGMENT_BYTES: u64 = 16 << 20;
-/// Lines that a process reads at once for one partition.
-const LINES_AT_ONCE: usize = 200;
-/// How long to wait for the other process.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Number of lines that a process counts in one step of a partition.
+const LINES_PER_STEP: usize = 200;
+/// Time for which a process waits for the other one.
+const PEER_TIMEOUT: Duration = Duration::from_secs(30);
 
 migratable! {
     /// The words of one partition.
@@ -29,11 +29,11 @@ migratable! {
     pub struct Partition: 1 {
         /// The number of the partition.
         number: u64,
-        /// Lines of the text that are counted.
+        /// Number of lines of the text that are counted.
         lines: u64,
-        /// Whether all processes are to end.
+        /// Whether the process that receives the partition must end.
         is_over: bool,
-        /// How often it was handed over.
+        /// Number of hand-overs of the partition.
         moves: u64,
         counts: Map<Text, u64>,
     }
@@ -62,9 +62,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let mut has_asked = false;
     loop {
-        // Without work it can only wait.
-        let patience = if work.is_empty() { PATIENCE } else { Duration::ZERO };
-        match Owned::<Partition>::receive(&process, Pulling::Ahead, patience)? {
+        // A process without work waits for a partition.
+        let timeout = if work.is_empty() { PEER_TIMEOUT } else { Duration::ZERO };
+        match Owned::<Partition>::receive(&process, Pulling::Ahead, timeout)? {
             Some(partition) if partition.is_over => return free(partition),
             Some(partition) if partition.lines < lines.len() as u64 => {
                 has_asked = false;
@@ -72,12 +72,12 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
             Some(partition) => {
                 finished.push(partition);
-                // The other process has nothing to do.
+                // A finished partition means that the other process is idle.
                 if work.len() > 1 {
-                    give(work.swap_remove(0), &peer)?;
+                    transfer(work.swap_remove(0), &peer)?;
                 }
             }
-            None if work.is_empty() => return Err("nothing was handed over".into()),
+            None if work.is_empty() => return Err("the other process has handed no partition over".into()),
             None => {}
         }
         for partition in &mut work {
@@ -89,19 +89,19 @@ fn main() -> Result<(), Box<dyn Error>> {
             return report(finished, &text, &peer);
         }
         if !is_first && work.is_empty() {
-            // Finished ones are a sign that there is nothing to do.
+            // The finished partitions show the other process that this one is idle.
             for partition in finished.drain(..) {
-                give(partition, &peer)?;
+                transfer(partition, &peer)?;
             }
         } else if work.len() as u64 == partitions {
-            // The first time: half of them are for the other process.
+            // At the start, half of the partitions are for the other process.
             for partition in work.drain(..work.len() / 2) {
-                give(partition, &peer)?;
+                transfer(partition, &peer)?;
             }
         } else if is_first && work.is_empty() && !has_asked {
             has_asked = true;
             if let Some(partition) = finished.pop() {
-                give(partition, &peer)?;
+                transfer(partition, &peer)?;
             }
         }
     }
@@ -114,7 +114,7 @@ fn count(
     partitions: u64,
 ) -> Result<(), Box<dyn Error>> {
     let first = usize::try_from(partition.lines)?;
-    let end = lines.len().min(first + LINES_AT_ONCE);
+    let end = lines.len().min(first + LINES_PER_STEP);
     let allocator = partition.allocator();
     for word in lines[first..end].iter().flat_map(|line| line.split_whitespace()) {
         if partition_of(word, partitions) != partition.number {
@@ -129,16 +129,16 @@ fn count(
     Ok(())
 }
 
-/// FNV-1a.
+/// Returns the partition of a word, by its FNV-1a hash.
 fn partition_of(word: &str, partitions: u64) -> u64 {
     let hash = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     word.bytes().fold(0xcbf2_9ce4_8422_2325, hash) % partitions
 }
 
 /// Waits until the other process is open, and hands a partition over.
-fn give(mut partition: Owned<'_, Partition>, peer: &str) -> Result<(), Box<dyn Error>> {
+fn transfer(mut partition: Owned<'_, Partition>, peer: &str) -> Result<(), Box<dyn Error>> {
     partition.moves += 1;
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + PEER_TIMEOUT;
     loop {
         let failure = match partition.connect(peer) {
             // SAFETY: nothing was moved out of the partition.
@@ -159,7 +159,7 @@ fn give(mut partition: Owned<'_, Partition>, peer: &str) -> Result<(), Box<dyn E
     }
 }
 
-/// Compares the counts with those of the whole text, and lets the other process end.
+/// Compares the counts with those of the whole text, prints the result, and ends the other process.
 fn report(mut partitions: Partitions<'_>, text: &str, peer: &str) -> Result<(), Box<dyn Error>> {
     let mut expected: HashMap<&str, u64> = HashMap::new();
     text.split_whitespace().for_each(|word| *expected.entry(word).or_default() += 1);
@@ -179,7 +179,7 @@ fn report(mut partitions: Partitions<'_>, text: &str, peer: &str) -> Result<(), 
     println!("{words} different words in {} partitions, {moves} hand-overs", partitions.len());
     let mut last = partitions.pop().ok_or("there are no partitions")?;
     last.is_over = true;
-    give(last, peer)?;
+    transfer(last, peer)?;
     partitions.into_iter().try_for_each(free)
 }
 

@@ -102,7 +102,7 @@ typedef struct aquifer_write_job {
 int aquifer_read_many(aquifer_session *session, const aquifer_read_job *jobs, size_t count);
 int aquifer_write_many(aquifer_session *session, const aquifer_write_job *jobs, size_t count);
 
-/* What a session has allocated, and what it has done since it was opened.
+/* Statistics of a session since it was opened.
  * aquifer_get_statistics sends no request, so it also succeeds when the session has ended. */
 typedef struct aquifer_statistics {
     uint64_t bytes;         /* size of the allocated extents */

@@ -13,13 +13,14 @@
 //     if (auto owned = aquifer::owned<words>::receive(self))
 //         std::cout << (*owned)->at(owned->text("water"));
 //
-// A type may be in a segment if it has no pointer out of it: containers of this header, numbers,
-// and structs of them, but no virtual function, and nothing of the global allocator. Such a struct
-// has a constructor from aquifer::allocator<char>, which it passes on to its containers. Both
-// programs must be built by the same compiler with the same standard library; another type is
-// refused by name. What a struct consists of is not seen: it has a version for that.
+// A type may be in a segment if it has no pointer to memory outside of the segment: containers of
+// this header, numbers, and structs of them, but no virtual function, and no memory of the global
+// allocator. Such a struct has a constructor from aquifer::allocator<char>, which it passes on to
+// its containers. Both programs must be built by the same compiler with the same standard library;
+// opening a value of a type with another name fails. The fields of a struct are not compared:
+// change its version when they change.
 //
-// A full segment is std::bad_alloc. Other errors are aquifer::error.
+// If the segment is full, calls throw std::bad_alloc. For other errors they throw aquifer::error.
 #ifndef AQUIFER_CONTAINERS_HPP
 #define AQUIFER_CONTAINERS_HPP
 
@@ -60,12 +61,12 @@ inline int check(int value) {
 }
 } // namespace detail
 
-// Allocates in a segment. Each container has one, and can be asked for it.
+// The allocator of a segment. Each container has a copy, which get_allocator() returns.
 template <class T>
 class allocator {
 public:
     using value_type = T;
-    // A container goes on using its own segment.
+    // A container keeps its own segment when it is assigned or swapped.
     using propagate_on_container_copy_assignment = std::false_type;
     using propagate_on_container_move_assignment = std::false_type;
     using propagate_on_container_swap = std::false_type;
@@ -100,7 +101,7 @@ public:
     aquifer_segment_heap *heap;
 };
 
-// Passes the segment on to what is in a container.
+// Passes the segment's allocator on to the values of a container.
 template <class T>
 using scoped = std::scoped_allocator_adaptor<allocator<T>>;
 
@@ -109,7 +110,7 @@ using string = std::basic_string<char, std::char_traits<char>, allocator<char>>;
 template <class T>
 using vector = std::vector<T, scoped<T>>;
 
-// Asked by std::string_view, too.
+// A map that can also be searched by std::string_view.
 template <class K, class V, class Less = std::less<>>
 using map = std::map<K, V, Less, scoped<std::pair<const K, V>>>;
 
@@ -121,14 +122,14 @@ struct hash<string> {
     std::size_t operator()(std::string_view text) const noexcept { return std::hash<std::string_view>()(text); }
 };
 
-// From C++20 on, texts are asked by std::string_view, too.
+// A hash map. From C++20 on, keys can also be searched by std::string_view.
 template <class K, class V, class Hash = hash<K>, class Equal = std::equal_to<>>
 using unordered_map = std::unordered_map<K, V, Hash, Equal, scoped<std::pair<const K, V>>>;
 
-// How the pages of a segment come that are elsewhere.
+// Selects when missing pages are pulled: see aquifer_segments.h.
 enum class pulling { ahead = AQUIFER_PULL_AHEAD, explicitly = AQUIFER_PULL_EXPLICIT, on_touch = AQUIFER_PULL_ON_TOUCH };
 
-// This process under its name. It must outlive what it owns.
+// The registration of this process under a name. It must outlive the values that the process owns.
 class process {
 public:
     explicit process(const char *name, const char *socket = nullptr)
@@ -145,12 +146,12 @@ public:
 
 // A value in a segment that this process owns, at the same address in each process.
 //
-// It must be handed over, freed or kept until the process ends: then the next process of its name
-// receives it.
+// The value must be handed over, freed, or kept until the process ends. In the last case, the next
+// process of the name receives it.
 template <class T>
 class owned {
 public:
-    // Allocates a segment of `bytes` bytes with this number, and in it the value.
+    // Allocates a segment of `bytes` bytes with the number `id`, and constructs the value in it.
     static owned create(process &of, std::uint64_t id, std::uint64_t bytes, int version = 1) {
         aquifer_segment *segment;
         detail::check(aquifer_segment_allocate(of.handle, id, bytes, &segment));
@@ -174,7 +175,7 @@ public:
     }
 
     // Waits for a value that is handed over to this process, or that an earlier process of its name
-    // has left. Nothing if there is none in time.
+    // has left. Returns nullopt after the timeout.
     static std::optional<owned> receive(process &at, std::chrono::milliseconds timeout = std::chrono::seconds(10),
                                         pulling how = pulling::ahead, int version = 1) {
         aquifer_segment *segment;
@@ -186,8 +187,8 @@ public:
         return owned(segment, heap);
     }
 
-    // Restores a value from the copies of its segment, as the last sync has written them. Nothing if
-    // a host still has it when the time is over; throws ENODATA if it was never synced.
+    // Restores a value from the copies of the last sync of its segment. Returns nullopt if a host
+    // still has the segment after the timeout. Throws ENODATA if the segment was never synced.
     static std::optional<owned> restore(process &at, std::uint64_t id, std::chrono::milliseconds timeout,
                                         int version = 1) {
         aquifer_segment *segment;
@@ -213,14 +214,14 @@ public:
     // The allocator of the segment, for new values in it.
     allocator<char> get_allocator() const { return allocator<char>(heap); }
 
-    // A text in the segment, as keys are that do not exist yet.
+    // Copies a text to the segment, for example for a new key.
     string text(std::string_view words) const { return string(words, get_allocator()); }
 
-    // Prepares a hand-over to another process of the user: all that is slow.
+    // Prepares a hand-over to another process of the user, so that transfer is fast.
     void connect(const char *name) { detail::check(aquifer_segment_connect(segment, name)); }
 
-    // Hands the value over. Nothing of the segment may be used afterwards. If it throws EAGAIN, the
-    // value is still this process's.
+    // Hands the value over. Nothing of the segment may be used afterwards. If the call throws
+    // EAGAIN, the process still owns the value.
     void transfer() && {
         int outcome = aquifer_segment_transfer(segment);
         if (outcome != -EAGAIN)
@@ -234,10 +235,11 @@ public:
         std::move(*this).transfer();
     }
 
-    // Writes what has changed to `copies` memory nodes. No other thread changes the value meanwhile.
+    // Writes the changed bytes to `copies` memory nodes. No other thread may change the value
+    // during the call.
     void sync(unsigned copies) { detail::check(aquifer_segment_sync(segment, copies)); }
 
-    // Waits until all of it is here.
+    // Pulls all missing pages, and waits for them.
     void close() { detail::check(aquifer_segment_close(segment)); }
 
     // Frees the segment. Destructors of values do not run.

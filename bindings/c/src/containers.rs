@@ -9,16 +9,18 @@ use aquifer_containers::{Description, HeapFault, SegmentHeap};
 use crate::errors::{containers_errno, invalid_argument, store_text};
 use crate::segments::{CSegment, open_segment, text};
 
-/// `aquifer_segment_heap`: the header of a heap, in its segment.
+/// `aquifer_segment_heap`: the header of the heap in a segment.
 #[derive(Debug)]
 pub struct CHeader {
     _private: [u8; 0],
 }
 
+/// Stores the address of a heap in `out`, which is not null. Returns 0, or the negative errno of a
+/// failure.
 fn stored(heap: Result<SegmentHeap, HeapFault>, out: *mut *mut CHeader) -> c_int {
     match heap {
         Ok(heap) => {
-            // SAFETY: the caller has checked that it is not null, so it is a place for a pointer.
+            // SAFETY: the caller has checked that `out` is not null, so it is writable.
             unsafe { out.write(std::ptr::with_exposed_provenance_mut(heap.address())) };
             0
         }
@@ -29,15 +31,15 @@ fn stored(heap: Result<SegmentHeap, HeapFault>, out: *mut *mut CHeader) -> c_int
     }
 }
 
-/// How a heap is made or opened.
-type Begin = unsafe fn(NonNull<u8>, usize, &str) -> Result<SegmentHeap, HeapFault>;
+/// A function that creates or opens a heap.
+type OpenHeap = unsafe fn(NonNull<u8>, usize, &str) -> Result<SegmentHeap, HeapFault>;
 
-/// Makes or opens the heap of a segment.
+/// Creates or opens the heap of a segment.
 ///
 /// # Safety
 /// As for [`aquifer_segment_heap_create`].
-unsafe fn begin(
-    begin: Begin,
+unsafe fn open_heap(
+    open: OpenHeap,
     segment: *const CSegment,
     kind: *const c_char,
     out: *mut *mut CHeader,
@@ -52,11 +54,11 @@ unsafe fn begin(
     };
     let start = NonNull::new(std::ptr::with_exposed_provenance_mut(segment.address()));
     let start = start.expect("no segment is at address 0");
-    // SAFETY: the segment is this process's, and the caller uses it through its heap alone.
-    stored(unsafe { begin(start, segment.bytes(), &Description::of_text(kind)) }, out)
+    // SAFETY: this process owns the segment, and the caller uses it only through its heap.
+    stored(unsafe { open(start, segment.bytes(), &Description::of_text(kind)) }, out)
 }
 
-/// Makes a segment one with a heap.
+/// Creates a heap in a segment.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed; `kind` is null or a C string; `heap` is null or
@@ -67,8 +69,8 @@ pub unsafe extern "C" fn aquifer_segment_heap_create(
     kind: *const c_char,
     heap: *mut *mut CHeader,
 ) -> c_int {
-    // SAFETY: the caller says so.
-    unsafe { begin(SegmentHeap::create, segment, kind, heap) }
+    // SAFETY: the caller fulfils the same conditions.
+    unsafe { open_heap(SegmentHeap::create, segment, kind, heap) }
 }
 
 /// Opens the heap of a segment.
@@ -81,10 +83,12 @@ pub unsafe extern "C" fn aquifer_segment_heap_open(
     kind: *const c_char,
     heap: *mut *mut CHeader,
 ) -> c_int {
-    // SAFETY: the caller says so.
-    unsafe { begin(SegmentHeap::open, segment, kind, heap) }
+    // SAFETY: the caller fulfils the same conditions.
+    unsafe { open_heap(SegmentHeap::open, segment, kind, heap) }
 }
 
+/// Returns the heap at an address; `None` if it is null.
+///
 /// # Safety
 /// `heap` is null, or the heap of a segment that was not consumed.
 unsafe fn heap_at(heap: *mut CHeader) -> Option<SegmentHeap> {
@@ -92,7 +96,7 @@ unsafe fn heap_at(heap: *mut CHeader) -> Option<SegmentHeap> {
     unsafe { SegmentHeap::at(heap.expose_provenance()) }
 }
 
-/// Allocates memory in a segment; null if there is none.
+/// Allocates memory in a segment. Returns null if the segment is full.
 ///
 /// # Safety
 /// `heap` is null, or the heap of a segment that was not consumed.
@@ -102,7 +106,7 @@ pub unsafe extern "C" fn aquifer_segment_heap_allocate(
     bytes: usize,
     align: usize,
 ) -> *mut c_void {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller passes null or a heap.
     let heap = unsafe { heap_at(heap) };
     let memory = heap.zip(Layout::from_size_align(bytes.max(1), align).ok());
     let memory = memory.and_then(|(heap, layout)| heap.allocate(layout));
@@ -116,33 +120,33 @@ pub unsafe extern "C" fn aquifer_segment_heap_allocate(
 /// alignment, and it is not free.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_segment_heap_free(heap: *mut CHeader, memory: *mut c_void, align: usize) {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller passes null or a heap.
     if let (Some(heap), Some(memory)) = (unsafe { heap_at(heap) }, NonNull::new(memory)) {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller passes memory of the heap that is not free, with its alignment.
         unsafe { heap.free(memory.cast(), align) }
     }
 }
 
-/// The root of a segment, or null.
+/// Returns the root of a segment, or null if it has none.
 ///
 /// # Safety
 /// `heap` is null, or the heap of a segment that was not consumed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_segment_heap_root(heap: *mut CHeader) -> *mut c_void {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller passes null or a heap.
     let root = unsafe { heap_at(heap) }.map_or(0, SegmentHeap::root);
     std::ptr::with_exposed_provenance_mut(root)
 }
 
-/// Makes an object the root of its segment.
+/// Sets the root of a segment.
 ///
 /// # Safety
 /// `heap` is null, or the heap of a segment that was not consumed; no other thread uses the root.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_segment_heap_set_root(heap: *mut CHeader, root: *mut c_void) {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller passes null or a heap.
     if let Some(heap) = unsafe { heap_at(heap) } {
-        // SAFETY: the caller says so.
+        // SAFETY: the caller guarantees that no other thread uses the root.
         unsafe { heap.set_root(root.expose_provenance()) }
     }
 }

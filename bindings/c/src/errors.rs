@@ -28,12 +28,12 @@ const ESTALE: c_int = 116;
 const EDQUOT: c_int = 122;
 const ECANCELED: c_int = 125;
 
-/// Longest text of an error, with the zero at its end.
+/// Size in bytes of the buffer for the text of an error and its terminating zero.
 const TEXT_BYTES: usize = 1024;
 
 thread_local! {
-    /// Text of the last error of this thread, which ends with a zero. It stays at its place, so
-    /// that a program that keeps the pointer reads a later text, and never freed memory.
+    /// Text of the last error of this thread, which ends with a zero. Its address does not change,
+    /// so a program that keeps the pointer reads a later text, and never freed memory.
     static LAST: UnsafeCell<[u8; TEXT_BYTES]> = const { UnsafeCell::new([0; TEXT_BYTES]) };
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn return_value(outcome: Result<(), Error>) -> c_int {
 
 /// The return value for an invalid argument.
 pub(crate) fn invalid_argument() -> c_int {
-    store_text(&"an argument is a null pointer or an impossible length");
+    store_text(&"an argument is not valid: a null pointer, an impossible length, or not UTF-8");
     -EINVAL
 }
 
@@ -78,29 +78,29 @@ pub(crate) fn forked() -> c_int {
 
 /// The return value of a read of an object that was changed meanwhile.
 pub(crate) fn again() -> c_int {
-    store_text(&"the object was changed during the read");
+    store_text(&"the object was changed during the read: try again");
     -EAGAIN
 }
 
 /// The return value of an operation for which a queue has no room.
 pub(crate) fn queue_full() -> c_int {
-    store_text(&"the queue is full: take the ends of operations first");
+    store_text(&"the queue is full: take the completions of operations first");
     -EAGAIN
 }
 
-/// The return value of a read of an object that is elsewhere.
+/// The return value of a read of an object that was moved.
 pub(crate) fn stale() -> c_int {
-    store_text(&"the object is elsewhere: the pointer must be corrected");
+    store_text(&"the object was moved: correct the pointer with aquifer_heap_get");
     -ESTALE
 }
 
 /// The return value of the close of a process that has segments.
 pub(crate) fn busy() -> c_int {
-    store_text(&"a segment of the process was not consumed");
+    store_text(&"the process has segments: hand over or free each of them first");
     -EBUSY
 }
 
-/// The return value of a hand-over that did not take place. Its text is stored.
+/// The return value of a hand-over that did not take place. The caller stores the text.
 pub(crate) const fn still_owned() -> c_int {
     -EAGAIN
 }
@@ -115,7 +115,7 @@ pub(crate) const fn containers_errno(error: &HeapFault) -> c_int {
     }
 }
 
-/// The errno of an error about segments.
+/// The errno of an error of a segment.
 pub(crate) const fn segment_errno(error: &aquifer_client::segments::Error) -> c_int {
     use aquifer_client::segments::{CopyError, Error};
     match error {

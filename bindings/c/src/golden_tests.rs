@@ -16,7 +16,8 @@ use crate::heap::{CGetJob, CPointer};
 use crate::segments::{self, CEvent, CStatus};
 use crate::{CExtent, CReadJob, CStatistics, CWriteJob};
 
-/// Prints the lines of the golden file. Does not compile if a function has another type.
+/// The C program that prints the lines of the golden file. Does not compile if a function has
+/// another type.
 const PROGRAM: &str = r#"
 #include <stdio.h>
 #include "aquifer.h"
@@ -126,13 +127,13 @@ fn golden_types_in_c_and_in_rust() {
         .args([&program, &source])
         .status();
     assert!(built.expect("there is a C compiler").success());
-    let output = Command::new(program).output().expect("it was just built");
+    let output = Command::new(program).output().expect("the program was just built");
     let mut theirs = golden!("abi");
-    theirs.lines(std::str::from_utf8(&output.stdout).expect("it prints ASCII"));
+    theirs.lines(std::str::from_utf8(&output.stdout).expect("the program prints ASCII"));
     theirs.check();
 }
 
-/// The functions by the names that a linker sees.
+/// The functions by their symbol names.
 mod symbols {
     use super::{CExtent, CGetJob, CPointer, CReadJob, CStatistics, CWriteJob, c_char, c_int, c_void};
     unsafe extern "C" {
@@ -252,7 +253,7 @@ fn golden_symbols() {
         let first = std::ffi::CStr::from_ptr(error).to_owned();
         assert!(!first.is_empty());
         assert!(c::aquifer_open(c"/nowhere/agent.sock".as_ptr()).is_null());
-        assert_eq!(c::aquifer_error(), error, "a text stays at its place");
+        assert_eq!(c::aquifer_error(), error, "the text has the same address");
         assert_ne!(std::ffi::CStr::from_ptr(error), first.as_c_str());
         assert!(c::aquifer_heap_open(c"/nowhere/agent.sock".as_ptr(), 0).is_null());
         c::aquifer_heap_close(null);

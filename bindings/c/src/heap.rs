@@ -34,7 +34,7 @@ pub struct CGetJob {
     pub(crate) bytes: usize,
 }
 
-/// The value of a call: a number that is not negative, or a negative errno.
+/// The return value of a call: a number that is not negative, or a negative errno.
 fn value(outcome: Result<c_int, ClientError>) -> c_int {
     outcome.unwrap_or_else(|error| {
         store_text(&error);
@@ -42,7 +42,7 @@ fn value(outcome: Result<c_int, ClientError>) -> c_int {
     })
 }
 
-/// Locks a heap for this thread. Returns the error number if it is null or belongs to another
+/// Locks a heap for this thread. Returns the negative errno if it is null or belongs to another
 /// process.
 ///
 /// # Safety
@@ -56,7 +56,8 @@ unsafe fn lock<'a>(heap: *const CHeap) -> Result<MutexGuard<'a, HeapClient>, c_i
     Ok(heap.client.lock())
 }
 
-/// The pointer at an address; `None` if it is null, or no pointer of an object is there.
+/// Returns the pointer at an address; `None` if the address is null, or its bytes are not the
+/// pointer of an object.
 ///
 /// # Safety
 /// `pointer` is null or readable.
@@ -66,7 +67,7 @@ pub(crate) unsafe fn pointer_at(pointer: *const CPointer) -> Option<Pointer> {
     Pointer::from_words(words)
 }
 
-/// The bytes at an address; `None` if it is null and there are some.
+/// Returns the bytes at an address; `None` if the address is null and `bytes` is not 0.
 ///
 /// # Safety
 /// `bytes` bytes are readable at `from`, unless it is null.
@@ -79,11 +80,11 @@ pub(crate) unsafe fn bytes_at<'a>(from: *const c_void, bytes: usize) -> Option<&
     is_possible.then(|| unsafe { std::slice::from_raw_parts(from.cast(), bytes) })
 }
 
-/// The room at an address; `None` if it is null and there is some.
+/// Returns the buffer at an address; `None` if the address is null and `bytes` is not 0.
 ///
 /// # Safety
 /// `bytes` bytes are writable at `out`, unless it is null.
-unsafe fn room_at<'a>(out: *mut c_void, bytes: usize) -> Option<&'a mut [u8]> {
+unsafe fn buffer_at<'a>(out: *mut c_void, bytes: usize) -> Option<&'a mut [u8]> {
     if bytes == 0 {
         return Some(&mut []);
     }
@@ -92,7 +93,7 @@ unsafe fn room_at<'a>(out: *mut c_void, bytes: usize) -> Option<&'a mut [u8]> {
     is_possible.then(|| unsafe { std::slice::from_raw_parts_mut(out.cast(), bytes) })
 }
 
-/// A client of a heap; `None` on failure.
+/// Connects a client to a heap; `None` on failure.
 ///
 /// # Safety
 /// `socket` is null or a C string.
@@ -133,7 +134,7 @@ pub unsafe extern "C" fn aquifer_heap_close(heap: *mut CHeap) {
         // SAFETY: the pointer is from `Box::into_raw`, and the caller does not use it any more.
         let heap = unsafe { Box::from_raw(heap) };
         if heap.owner != std::process::id() {
-            // The connection is the parent's.
+            // The connection belongs to the parent.
             std::mem::forget(heap);
         }
     }
@@ -180,12 +181,12 @@ unsafe fn use_object(
         Err(errno) => return errno,
     };
     let outcome = call(&mut client, &mut object);
-    // SAFETY: it was read from there, and is writable.
+    // SAFETY: the pointer was read from this address, which the caller passes as writable.
     unsafe { pointer.write(CPointer { words: object.words() }) };
     value(outcome)
 }
 
-/// The root object of the heap.
+/// Returns the root object of the heap, which the first call allocates.
 ///
 /// # Safety
 /// `heap` is null or open; `pointer` is null or writable.
@@ -195,7 +196,7 @@ pub unsafe extern "C" fn aquifer_heap_root(heap: *const CHeap, bytes: u32, point
     unsafe { store_new(heap, pointer, |client| client.root(bytes)) }
 }
 
-/// Allocates an object, all zeros.
+/// Allocates an object of zeros.
 ///
 /// # Safety
 /// `heap` is null or open; `pointer` is null or writable.
@@ -209,7 +210,7 @@ pub unsafe extern "C" fn aquifer_heap_allocate(
     unsafe { store_new(heap, pointer, |client| client.allocate(bytes)) }
 }
 
-/// Allocates an object with these bytes.
+/// Allocates an object with the given bytes.
 ///
 /// # Safety
 /// `heap` is null or open; `from` is null or has `bytes` bytes; `pointer` is null or writable.
@@ -254,7 +255,7 @@ pub unsafe extern "C" fn aquifer_heap_get(
     bytes: usize,
 ) -> c_int {
     // SAFETY: the caller passes null or room of that length.
-    let Some(out) = (unsafe { room_at(out, bytes) }) else { return invalid_argument() };
+    let Some(out) = (unsafe { buffer_at(out, bytes) }) else { return invalid_argument() };
     // SAFETY: the caller fulfils the same conditions.
     unsafe { use_object(heap, pointer, |client, object| client.get(object, out).map(|()| 0)) }
 }
@@ -279,7 +280,7 @@ pub unsafe extern "C" fn aquifer_heap_get_many(
         // SAFETY: the caller passes that number of jobs, each with its own room.
         let (object, out) = unsafe {
             let job = *jobs.add(at);
-            (Pointer::from_words(job.pointer.words), room_at(job.out, job.bytes))
+            (Pointer::from_words(job.pointer.words), buffer_at(job.out, job.bytes))
         };
         let (Some(object), Some(out)) = (object, out) else { return invalid_argument() };
         reads.push(DirectRead::new(object, out));
@@ -297,7 +298,7 @@ pub unsafe extern "C" fn aquifer_heap_get_many(
     value(outcome.map(|()| 0))
 }
 
-/// Reads the first bytes of an object one-sidedly, once.
+/// Reads the first bytes of an object one-sidedly, without a retry.
 ///
 /// # Safety
 /// `heap` is null or open; `pointer` is null or readable; `out` is null or has room for `bytes`
@@ -310,7 +311,7 @@ pub unsafe extern "C" fn aquifer_heap_direct_read(
     bytes: usize,
 ) -> c_int {
     // SAFETY: the caller passes null or a pointer's words, and null or room of that length.
-    let (object, out) = unsafe { (pointer_at(pointer), room_at(out, bytes)) };
+    let (object, out) = unsafe { (pointer_at(pointer), buffer_at(out, bytes)) };
     let (Some(object), Some(out)) = (object, out) else { return invalid_argument() };
     // SAFETY: the caller passes null or an open heap.
     let mut client = match unsafe { lock(heap) } {
@@ -324,10 +325,10 @@ pub unsafe extern "C" fn aquifer_heap_direct_read(
     }))
 }
 
-/// Asks the service for the first bytes of an object.
+/// Reads the first bytes of an object by a request to the service.
 ///
 /// # Safety
-/// Those of [`aquifer_heap_get`].
+/// As for [`aquifer_heap_get`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_heap_read(
     heap: *const CHeap,
@@ -336,7 +337,7 @@ pub unsafe extern "C" fn aquifer_heap_read(
     bytes: usize,
 ) -> c_int {
     // SAFETY: the caller passes null or room of that length.
-    let Some(out) = (unsafe { room_at(out, bytes) }) else { return invalid_argument() };
+    let Some(out) = (unsafe { buffer_at(out, bytes) }) else { return invalid_argument() };
     // SAFETY: the caller fulfils the same conditions.
     unsafe { use_object(heap, pointer, |client, object| client.read(object, out).map(c_int::from)) }
 }
@@ -362,7 +363,7 @@ pub unsafe extern "C" fn aquifer_heap_write(
 /// Replaces bytes of an object from an offset on.
 ///
 /// # Safety
-/// Those of [`aquifer_heap_write`].
+/// As for [`aquifer_heap_write`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_heap_write_at(
     heap: *const CHeap,
@@ -384,7 +385,7 @@ pub unsafe extern "C" fn aquifer_heap_write_at(
 /// Replaces the first bytes of an object if the first word is `expected`.
 ///
 /// # Safety
-/// Those of [`aquifer_heap_write`].
+/// As for [`aquifer_heap_write`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_heap_write_if(
     heap: *const CHeap,
@@ -402,7 +403,7 @@ pub unsafe extern "C" fn aquifer_heap_write_if(
     unsafe { use_object(heap, pointer, call) }
 }
 
-/// Replaces an old pointer by one that names the object's present block.
+/// Replaces an old pointer by one with the object's current address.
 ///
 /// # Safety
 /// `heap` is null or open; `pointer` is null or readable and writable.

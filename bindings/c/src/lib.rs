@@ -1,7 +1,7 @@
 //! libaquifer: the client library for C. `aquifer.h`, `aquifer_heap.h` and
 //! `aquifer_segments.h` document the functions.
 //!
-//! Pointers from C are checked for null. Otherwise they are trusted to be what the header requires.
+//! Pointers from C are checked for null. The caller must fulfil the header's other requirements.
 
 mod containers;
 mod errors;
@@ -165,8 +165,9 @@ pub unsafe extern "C" fn aquifer_free_many(
 
 /// Reads `bytes` bytes at `offset` of an extent into `out`.
 ///
-/// # Safety `session` is null or open; `extent` is null or points to an extent; `out` is null or
-/// has room for `bytes` bytes.
+/// # Safety
+/// `session` is null or open; `extent` is null or points to an extent; `out` is null or has room
+/// for `bytes` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_read(
     session: *const CSession,
@@ -241,8 +242,9 @@ pub struct CWriteJob {
 
 /// Carries out `count` reads.
 ///
-/// # Safety `session` is null or open; `jobs` is null or points to `count` jobs, each with room for
-/// its bytes.
+/// # Safety
+/// `session` is null or open; `jobs` is null or points to `count` jobs, each with room for its
+/// bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_read_many(
     session: *const CSession,

@@ -17,14 +17,14 @@ pub struct CQueue {
     /// The process that opened the queue: see [`crate::CSession`].
     owner: u32,
     queue: HeapQueue,
-    /// What the caller has given with the operations that have not ended.
-    begun: Mutex<HashMap<u64, Begun>>,
+    /// The caller's arguments of the operations whose completion was not taken, by operation.
+    pending: Mutex<HashMap<u64, PendingOperation>>,
 }
 
 #[derive(Debug)]
-struct Begun {
+struct PendingOperation {
     user: u64,
-    /// The address of the room for what is read, and its length.
+    /// The address and the length of the buffer for the bytes that are read.
     out: (usize, usize),
 }
 
@@ -39,31 +39,31 @@ pub struct CEnd {
 
 impl CQueue {
     fn begin(&self, user: u64, operation: Operation, out: (usize, usize)) -> c_int {
-        // Locked before, so that its end is not taken before it is known.
-        let mut begun = self.begun.lock();
+        // Locked before the operation begins, so that its completion finds the entry.
+        let mut pending = self.pending.lock();
         match self.queue.begin(operation) {
             Ok(id) => {
-                begun.insert(id, Begun { user, out });
+                pending.insert(id, PendingOperation { user, out });
                 0
             }
             Err(_) => errors::queue_full(),
         }
     }
 
-    /// The end of an operation for the caller. Copies what was read.
+    /// Converts the completion of an operation for the caller, and copies the bytes that were read.
     ///
     /// # Safety
-    /// The room of all reads that have not ended is writable.
+    /// The buffers of all reads whose completion was not taken are writable.
     unsafe fn finish(&self, end: OperationEnd) -> Option<CEnd> {
-        let Begun { user, out: (room, len) } = self.begun.lock().remove(&end.id)?;
+        let PendingOperation { user, out: (buffer, len) } = self.pending.lock().remove(&end.id)?;
         Some(match end.result {
             Ok(done) => {
                 let bytes = done.bytes.len().min(len);
-                // SAFETY: the caller keeps the room of reads until their end is taken.
+                // SAFETY: the caller keeps the buffers of reads until their completion is taken.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         done.bytes.as_ptr(),
-                        std::ptr::with_exposed_provenance_mut::<u8>(room),
+                        std::ptr::with_exposed_provenance_mut::<u8>(buffer),
                         bytes,
                     );
                 }
@@ -78,7 +78,8 @@ impl CQueue {
     }
 }
 
-/// The queue; `Err` with the error number if it is null or belongs to another process.
+/// Returns the queue at an address. Returns the negative errno if it is null or belongs to another
+/// process.
 ///
 /// # Safety
 /// `queue` is null or open.
@@ -88,7 +89,7 @@ unsafe fn opened<'a>(queue: *const CQueue) -> Result<&'a CQueue, c_int> {
     if queue.owner == std::process::id() { Ok(queue) } else { Err(errors::forked()) }
 }
 
-/// Begins an operation; `None` is an invalid argument.
+/// Begins an operation; `None` stands for an invalid argument.
 ///
 /// # Safety
 /// `queue` is null or open.
@@ -111,7 +112,7 @@ pub unsafe extern "C" fn aquifer_heap_queue_open(socket: *const c_char, node: u1
     let Some(client) = (unsafe { open_client(socket, node) }) else { return std::ptr::null_mut() };
     match HeapQueue::new(client) {
         Ok(queue) => {
-            let queue = CQueue { owner: std::process::id(), queue, begun: Mutex::default() };
+            let queue = CQueue { owner: std::process::id(), queue, pending: Mutex::default() };
             Box::into_raw(Box::new(queue))
         }
         Err(error) => {
@@ -131,7 +132,7 @@ pub unsafe extern "C" fn aquifer_heap_queue_close(queue: *mut CQueue) {
         // SAFETY: the pointer is from `Box::into_raw`, and the caller does not use it any more.
         let queue = unsafe { Box::from_raw(queue) };
         if queue.owner != std::process::id() {
-            // The thread and the connection are the parent's.
+            // The thread and the connection belong to the parent.
             std::mem::forget(queue);
         }
     }
@@ -235,11 +236,11 @@ pub unsafe extern "C" fn aquifer_heap_begin_release(
     unsafe { begin(queue, user, pointer_at(pointer).map(Operation::Release)) }
 }
 
-/// Takes the ends of operations, and waits for the first.
+/// Takes the completions of operations, and waits for the first one.
 ///
 /// # Safety
-/// `queue` is null or open; `ends` is null or has room for `max` ends. The room of all reads that
-/// have not ended is writable.
+/// `queue` is null or open; `ends` is null or has room for `max` completions. The buffers of all
+/// reads whose completion was not taken are writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_heap_wait(
     queue: *const CQueue,
@@ -258,9 +259,9 @@ pub unsafe extern "C" fn aquifer_heap_wait(
     while count < max.min(c_int::MAX as usize) {
         let end = if count == 0 { queue.queue.wait(timeout) } else { queue.queue.poll() };
         let Some(end) = end else { break };
-        // SAFETY: the caller keeps the room of reads.
+        // SAFETY: the caller keeps the buffers of reads.
         if let Some(end) = unsafe { queue.finish(end) } {
-            // SAFETY: the caller has room for `max` ends.
+            // SAFETY: the caller has room for `max` completions.
             unsafe { ends.add(count).write(end) };
             count += 1;
         }
@@ -268,7 +269,7 @@ pub unsafe extern "C" fn aquifer_heap_wait(
     c_int::try_from(count).unwrap_or(c_int::MAX)
 }
 
-/// A descriptor that is readable while there are ends to take.
+/// Returns a descriptor that is readable while there are completions to take.
 ///
 /// # Safety
 /// `queue` is null or open.

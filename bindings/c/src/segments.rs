@@ -17,7 +17,7 @@ pub struct CProcess {
     /// The process that has opened the name: see [`crate::CSession`].
     owner: u32,
     process: Process,
-    /// Segments that were not consumed.
+    /// Number of segments that were not consumed.
     segments: AtomicUsize,
 }
 
@@ -48,7 +48,7 @@ pub struct CEvent {
     pub(crate) process: [c_char; 72],
 }
 
-/// A name as C has it.
+/// Returns a name as a zero-terminated array, cut to 71 bytes.
 fn name_of(name: &str) -> [c_char; 72] {
     let mut chars: [c_char; 72] = [0; 72];
     for (to, from) in chars.iter_mut().zip(name.bytes().take(71)) {
@@ -57,7 +57,7 @@ fn name_of(name: &str) -> [c_char; 72] {
     chars
 }
 
-/// The value of a call: a number that is not negative, or a negative errno.
+/// The return value of a call: a number that is not negative, or a negative errno.
 fn value(outcome: Result<c_int, Error>) -> c_int {
     outcome.unwrap_or_else(|error| {
         store_text(&error);
@@ -65,7 +65,7 @@ fn value(outcome: Result<c_int, Error>) -> c_int {
     })
 }
 
-/// A text in UTF-8; `None` if it is null, or something else.
+/// Returns a C string as a text; `None` if it is null, or not UTF-8.
 ///
 /// # Safety
 /// `text` is null or a C string.
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn aquifer_process_open(socket: *const c_char, name: *cons
     }
 }
 
-/// Closes the name.
+/// Closes a process: frees its name. Fails if it has segments.
 ///
 /// # Safety
 /// `process` is null, or was returned by [`aquifer_process_open`] and is not closed.
@@ -124,18 +124,19 @@ pub unsafe extern "C" fn aquifer_process_close(process: *mut CProcess) -> c_int 
     0
 }
 
-/// The process at an address, or the value for an invalid one, or if the other arguments are not
-/// valid.
+/// Returns the process at an address. Returns the negative errno if the process or the other
+/// arguments are not valid.
 ///
 /// # Safety
 /// `process` is null or open.
 unsafe fn open_process(process: *const CProcess, are_valid: bool) -> Result<&'static CProcess, c_int> {
-    // SAFETY: it stays until it is closed, which needs that no segment refers to it.
+    // SAFETY: the process is not freed before it is closed, which fails while a segment refers to
+    // it.
     let process = unsafe { process.as_ref() }.filter(|_| are_valid).ok_or_else(invalid_argument)?;
     if process.owner == std::process::id() { Ok(process) } else { Err(errors::forked()) }
 }
 
-/// The segment at an address, or the value for an invalid one.
+/// Returns the segment at an address. Returns the negative errno if it is not valid.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
@@ -145,13 +146,13 @@ pub(crate) unsafe fn open_segment<'a>(segment: *const CSegment) -> Result<&'a CS
     if segment.process.owner == std::process::id() { Ok(segment) } else { Err(errors::forked()) }
 }
 
-/// Stores a new segment.
+/// Stores a segment that the process has received in `out`.
 ///
 /// # Safety
 /// `out` is writable.
 unsafe fn store(process: &'static CProcess, segment: Segment<'static>, out: *mut *mut CSegment) {
     process.segments.fetch_add(1, Ordering::SeqCst);
-    // SAFETY: the caller passes a place for a pointer.
+    // SAFETY: the caller passes writable memory for a pointer.
     unsafe { out.write(Box::into_raw(Box::new(CSegment { process, segment }))) };
 }
 
@@ -207,7 +208,7 @@ pub unsafe extern "C" fn aquifer_segment_receive(
     ))
 }
 
-/// How pages come that are elsewhere.
+/// Converts the value of an `AQUIFER_PULL_` constant.
 fn pulling_of(number: c_int) -> Option<Pulling> {
     match number {
         0 => Some(Pulling::Ahead),
@@ -279,7 +280,7 @@ pub unsafe extern "C" fn aquifer_segment_restore(
     }
 }
 
-/// The number of a segment.
+/// Returns the number of a segment.
 ///
 /// # Safety
 /// `segment` was not consumed.
@@ -289,7 +290,7 @@ pub unsafe extern "C" fn aquifer_segment_id(segment: *const CSegment) -> u64 {
     unsafe { segment.as_ref() }.map_or(0, |segment| segment.segment.id())
 }
 
-/// The first address of a segment.
+/// Returns the first address of a segment.
 ///
 /// # Safety
 /// `segment` was not consumed.
@@ -300,7 +301,7 @@ pub unsafe extern "C" fn aquifer_segment_address(segment: *const CSegment) -> *m
     std::ptr::with_exposed_provenance_mut(address)
 }
 
-/// The length of a segment.
+/// Returns the length of a segment in bytes.
 ///
 /// # Safety
 /// `segment` was not consumed.
@@ -310,7 +311,7 @@ pub unsafe extern "C" fn aquifer_segment_bytes(segment: *const CSegment) -> usiz
     unsafe { segment.as_ref() }.map_or(0, |segment| segment.segment.bytes())
 }
 
-/// Calls a function of a segment.
+/// Calls a function of a segment, and converts its result.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
@@ -334,7 +335,7 @@ pub unsafe extern "C" fn aquifer_segment_connect(segment: *const CSegment, proce
     unsafe { call(segment, |segment| segment.connect(process)) }
 }
 
-/// Takes [`aquifer_segment_connect`] back.
+/// Cancels [`aquifer_segment_connect`].
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
@@ -344,7 +345,7 @@ pub unsafe extern "C" fn aquifer_segment_abort(segment: *const CSegment) -> c_in
     unsafe { call(segment, Segment::abort) }
 }
 
-/// Pulls pages.
+/// Pulls the missing pages of a range.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
@@ -354,7 +355,7 @@ pub unsafe extern "C" fn aquifer_segment_pull(segment: *const CSegment, offset: 
     unsafe { call(segment, |segment| segment.pull(offset, bytes)) }
 }
 
-/// Waits until all pages are here.
+/// Waits until all pages are present.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
@@ -364,7 +365,7 @@ pub unsafe extern "C" fn aquifer_segment_close(segment: *const CSegment) -> c_in
     unsafe { call(segment, Segment::close) }
 }
 
-/// Gives up the pages that are elsewhere.
+/// Discards all missing pages.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
@@ -434,27 +435,27 @@ unsafe fn call_alone(
     if let Err(errno) = unsafe { open_segment(segment) } {
         return errno;
     }
-    // SAFETY: it is a segment, and nothing else refers to it.
+    // SAFETY: the segment is valid, and the caller guarantees that nothing else refers to it.
     value(call(unsafe { &mut (*segment).segment }).map(|()| 0))
 }
 
-/// Writes copies.
+/// Writes the changed bytes of a segment to its copies.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed, and no other call uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_segment_sync(segment: *mut CSegment, copies: c_uint) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: the caller fulfils the same conditions.
     unsafe { call_alone(segment, |segment| segment.sync(copies_of(copies)).map(drop)) }
 }
 
-/// Goes back to the last sync.
+/// Restores the bytes of the last sync.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed, and no other call uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_segment_revert(segment: *mut CSegment) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: the caller fulfils the same conditions.
     unsafe { call_alone(segment, Segment::revert) }
 }
 
@@ -486,7 +487,7 @@ unsafe fn transfer_by(
     }
 }
 
-/// Calls a function of a segment that consumes it, whatever comes of it.
+/// Calls a function of a segment that consumes it, also if the function fails.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
@@ -515,7 +516,7 @@ pub unsafe extern "C" fn aquifer_segment_deallocate(segment: *mut CSegment) -> c
     unsafe { consume_by(segment, Segment::deallocate) }
 }
 
-/// Gives a segment up, and keeps its copies.
+/// Releases a segment, and keeps its copies.
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.

@@ -8,29 +8,30 @@ use libmimalloc_sys::{
     mi_manage_os_memory_ex, mi_option_get, mi_option_limit_os_alloc, mi_option_set, mi_option_t,
 };
 
-/// Sizes of the arena that are tried in turn. Reserved addresses use no memory, but systems without
-/// overcommit refuse large ranges.
+/// Sizes of the arena in bytes, which are tried in turn. Reserved addresses use no memory, but
+/// systems without overcommit refuse large ranges.
 const RANGES_BYTES: [usize; 6] = [1 << 40, 1 << 38, 1 << 36, 1 << 34, 1 << 32, 1 << 30];
-/// Alignment of mimalloc's segments.
+/// Alignment of mimalloc's segments in bytes.
 const ALIGN_BYTES: usize = 32 << 20;
-/// Inaccessible memory on both sides of the arena: the kernel must not merge it with other
-/// mappings.
+/// Length in bytes of the inaccessible memory on both sides of the arena, which prevents that the
+/// kernel merges the arena with other mappings.
 const GUARD_BYTES: usize = 4096;
 /// [`aquifer_ipc::LOCAL_VARIABLE`], for libc.
 const VARIABLE: &CStr = c"AQUIFER_LOCAL";
-/// How much memory mimalloc reserves ahead, in KiB: an option that its crate does not name.
+/// The option of mimalloc for the memory in KiB that it reserves ahead. The crate has no constant
+/// for it.
 const ARENA_RESERVE: mi_option_t = 23;
 
 static IS_PREPARED: AtomicBool = AtomicBool::new(false);
 static START: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
-/// Value of that option before it was changed.
+/// Value of the option [`ARENA_RESERVE`] before it was changed; `i64::MIN` if it was not.
 static RESERVE_KIB: AtomicI64 = AtomicI64::new(i64::MIN);
 
 /// Must be called before each allocation: the first call decides whether memory comes from the
 /// arena.
 ///
-/// It may happen before the dynamic linker calls this library's own start.
+/// The first call may happen before the dynamic linker calls this library's `start`.
 #[inline]
 pub fn prepare() {
     if !IS_PREPARED.load(Relaxed) {

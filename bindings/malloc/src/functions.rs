@@ -13,14 +13,14 @@ use crate::arena::prepare;
 
 const PAGE_BYTES: usize = 4096;
 
-/// Sets errno if an allocation failed, which mimalloc does not do.
+/// Sets errno if an allocation has failed, because mimalloc does not.
 fn or_enomem(address: *mut c_void) -> *mut c_void {
     if address.is_null() { fail(libc::ENOMEM) } else { address }
 }
 
 #[cold]
 fn fail(error: c_int) -> *mut c_void {
-    // SAFETY: libc's errno is always there.
+    // SAFETY: libc returns a valid pointer to the thread's errno.
     unsafe { *libc::__errno_location() = error };
     null_mut()
 }
@@ -29,7 +29,7 @@ fn fail(error: c_int) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc(bytes: usize) -> *mut c_void {
     prepare();
-    // SAFETY: any size will do.
+    // SAFETY: each size is valid.
     or_enomem(unsafe { mi_malloc(bytes) })
 }
 
@@ -37,7 +37,7 @@ pub extern "C" fn malloc(bytes: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
     prepare();
-    // SAFETY: any sizes will do.
+    // SAFETY: all sizes are valid.
     or_enomem(unsafe { mi_calloc(count, bytes) })
 }
 
@@ -140,7 +140,7 @@ pub unsafe extern "C" fn malloc_usable_size(address: *mut c_void) -> usize {
 /// returned any.
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc_trim(_kept: usize) -> c_int {
-    // SAFETY: nothing in use is touched.
+    // SAFETY: the call does not change memory that is in use.
     unsafe { mi_collect(true) };
     1
 }

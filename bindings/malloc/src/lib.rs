@@ -30,7 +30,7 @@ extern "C" fn start() {
 
 /// Whether the program runs under `aquifer run`, whose shim pages all memory.
 fn is_paged_by_shim() -> bool {
-    // SAFETY: looks up a symbol.
+    // SAFETY: the name of the symbol is a C string.
     let shim = unsafe { libc::dlsym(libc::RTLD_DEFAULT, SHIM_SYMBOL.as_ptr()) };
     !shim.is_null() && std::env::var_os(RUN_VARIABLE).is_some()
 }

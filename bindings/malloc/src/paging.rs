@@ -17,7 +17,7 @@ use crate::arena;
 const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or \
     unset AQUIFER_LOCAL to use ordinary memory";
 
-/// Time without an answer after which a message says what the program waits for.
+/// Time without an answer of the agent after which a message says that the program waits.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Opens a run and registers the arena with the agent.
@@ -84,7 +84,7 @@ fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, RunToken) {
     let sent = send_frame(&socket, &Frame::OpenRun(open), &[]);
     // The keeper holds the socket of an agent that has ended, for the next agent.
     if sent.is_ok() && wait_readable(&[&socket], NOTICE_TIMEOUT).is_ok_and(|is_answered| !is_answered) {
-        // A program without standard error waits in silence.
+        // Fails if standard error is closed; then there is no message.
         let _closed = writeln!(
             std::io::stderr(),
             "aquifer: waiting for the agent at {}, which does not answer: start it again if it has ended",

@@ -1,4 +1,4 @@
-//! Names the compiler, which decides how types lie in memory.
+//! Sets `AQUIFER_RUSTC` to the compiler's version, on which the memory layout of types depends.
 
 use std::process::Command;
 

@@ -48,7 +48,7 @@ const PURE: [&str; 40] = [
     "crates/pool/pool/src/word/",
     "crates/segments/copies/src/tree.rs",
     "crates/segments/copies/src/writer.rs",
-    "crates/segments/segments/src/host/pace.rs",
+    "crates/segments/segments/src/host/pull_rate_limiter.rs",
     "crates/segments/segments/src/host/ranges.rs",
     "crates/segments/segments/src/pulling.rs",
     "crates/segments/segments/src/pulling/",

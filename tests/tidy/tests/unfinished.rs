@@ -7,7 +7,6 @@ pub const WORDS: &[&str] = &[];
 
 /// Units with doc comments that begin with a pronoun instead of their noun.
 pub const FIRST_WORDS: &[&str] = &[
-    "bindings/c",
     "crates/base/channel",
     "crates/base/ipc",
     "crates/base/keeper",
@@ -31,7 +30,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/pool/extents",
     "crates/pool/pool",
     "crates/program/attach",
-    "crates/segments/segments",
     "tests/memcached",
     "tests/sim",
 ];

@@ -73,7 +73,7 @@ pub enum Error {
     #[error("cannot set up the connections to the agent: {0}")]
     System(io::Error),
     /// The agent's answer does not fit the call.
-    #[error("the agent's answer is not valid: it is of another build")]
+    #[error("the agent's answer is not valid: the agent is of another build")]
     Answer,
     /// The segment cannot be mapped.
     #[error(transparent)]
@@ -82,10 +82,12 @@ pub enum Error {
     #[error(transparent)]
     Copies(#[from] CopyError),
     /// A host has the segment, or the grace time of its last host has not ended.
-    #[error("segment {0} cannot be restored: a host has it, or it was not away for its grace time yet")]
+    #[error(
+        "segment {0} cannot be restored: a host has it, or the grace time of its last host has not ended"
+    )]
     Owned(u64),
     /// The restored bytes cannot be written to the memory of the segment.
-    #[error("no memory for a segment: {0}")]
+    #[error("cannot write restored bytes to the memory of a segment: {0}")]
     Memory(io::Error),
 }
 
@@ -122,10 +124,10 @@ impl Process {
         Self::open_at(&agent_socket(), name)
     }
 
-    /// Registers this process as [`Self::open`], at the agent with this socket.
+    /// Registers this process like [`Self::open`], at the agent with the socket `agent`.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// The errors of [`Self::open`].
     pub fn open_at(agent: &Path, name: &str) -> Result<Self, Error> {
         let arena = Arena::reserve()?;
         report_touches();
@@ -153,22 +155,22 @@ impl Process {
     /// # Errors
     /// If the agent has ended, or the segment cannot be mapped.
     pub fn receive(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Segment<'_>>, Error> {
-        Ok(self.await_event(pulling, timeout, false)?.and_then(|event| match event {
+        Ok(self.wait_for_event(pulling, timeout, false)?.and_then(|event| match event {
             Event::Arrived(segment) => Some(segment),
             Event::Asked { .. } => None,
         }))
     }
 
-    /// Waits for a segment, as [`Self::receive`] does, or for a request to hand one over
+    /// Waits for a segment, like [`Self::receive`], or for a request to hand one over
     /// (`aquifer segment move`). Returns `None` after `timeout`.
     ///
     /// # Errors
-    /// As [`Self::receive`].
+    /// The errors of [`Self::receive`].
     pub fn next_event(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Event<'_>>, Error> {
-        self.await_event(pulling, timeout, true)
+        self.wait_for_event(pulling, timeout, true)
     }
 
-    fn await_event(
+    fn wait_for_event(
         &self,
         pulling: Pulling,
         timeout: Duration,
@@ -326,7 +328,7 @@ impl<'a> Segment<'a> {
         self.mapping.words().len() * 8
     }
 
-    /// Prepares a hand-over to another process of the user: the slow part of it.
+    /// Prepares a hand-over to another process of the user, so that [`Self::transfer`] is fast.
     ///
     /// # Errors
     /// If there is no such process, or it cannot be prepared.
@@ -350,7 +352,7 @@ impl<'a> Segment<'a> {
     /// this process raises SIGSEGV.
     ///
     /// # Errors
-    /// The reason, and the segment if this process still owns it.
+    /// The reason of the failure, and the segment if this process still owns it.
     pub fn transfer(mut self) -> Result<(), TransferFailure<'a>> {
         // The kernel moves a mapping with tracked writes page by page, which is slow.
         self.sync.get_mut().take();
@@ -383,7 +385,7 @@ impl<'a> Segment<'a> {
     }
 
     /// Pulls all missing pages, and waits for them. Afterwards the segment needs no other host, and
-    /// each touch is one of plain memory.
+    /// a touch does not fault any more.
     ///
     /// # Errors
     /// If a page is lost.

@@ -164,14 +164,14 @@ pub struct WriteJob<'a> {
 pub struct Session {
     socket: OwnedFd,
     ring: SessionRing<RingMapping>,
-    /// Number of requests that were made and answered.
+    /// Number of requests that were sent and answered.
     next: u32,
     statistics: Statistics,
-    /// Why the session has ended; `None` while it is open.
+    /// The reason why the session has ended; `None` while it is open.
     end: Option<SessionEnd>,
 }
 
-/// Why a session has ended.
+/// The reason why a session has ended.
 #[derive(Clone, Debug)]
 enum SessionEnd {
     /// The agent ended the session, or wrote invalid values into the ring.
@@ -243,7 +243,7 @@ impl Session {
     /// Allocates `count` extents of one size, or none. Faster than one by one.
     ///
     /// # Errors
-    /// As [`Self::allocate`].
+    /// The errors of [`Self::allocate`].
     pub fn allocate_many(&mut self, bytes: u64, count: usize) -> Result<Vec<Extent>, Error> {
         let size = ExtentSize::of(bytes)?;
         let mut extents = Vec::with_capacity(count.min(1 << 20));
@@ -354,7 +354,7 @@ impl Session {
         self.ring.words()
     }
 
-    /// Makes requests, waits for all answers, and passes each with its index to `accept`.
+    /// Sends requests, waits for all answers, and passes each answer with its index to `accept`.
     pub(crate) fn request(
         &mut self,
         mut requests: impl Iterator<Item = RingRequest>,

@@ -84,7 +84,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
             unsafe { SegmentHeap::create(start_of(segment), segment.bytes(), &Description::of::<T>()) }?;
         let value = build(SegmentAllocator(heap))?;
         let layout = Layout::new::<T>();
-        // A value of size 0 gets an address of its own, too.
+        // A value of size 0 also gets an address of its own.
         let layout =
             Layout::from_size_align(layout.size().max(1), layout.align()).map_err(|_| SegmentFull)?;
         let root: NonNull<T> = heap.allocate(layout).ok_or(SegmentFull)?.cast();
@@ -126,7 +126,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
     /// Restores a value from the copies of its segment, by [`Process::restore`].
     ///
     /// # Errors
-    /// As [`Process::restore`]; also if the segment has a value of another type.
+    /// The errors of [`Process::restore`]; also if the segment has a value of another type.
     pub fn restore(process: &'p Process, id: u64, timeout: Duration) -> Result<Self, Error> {
         Self::open(process.restore(id, timeout)?)
     }
@@ -134,7 +134,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
     /// Writes the changed parts of the segment to `copies` memory nodes, by [`Segment::sync`].
     ///
     /// # Errors
-    /// As [`Segment::sync`].
+    /// The errors of [`Segment::sync`].
     pub fn sync(&mut self, copies: usize) -> Result<Synced, segments::Error> {
         self.segment.sync(copies)
     }
@@ -151,7 +151,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
         &self.segment
     }
 
-    /// Prepares a hand-over to another process of the user: the slow part of it.
+    /// Prepares a hand-over to another process of the user, so that [`Self::transfer`] is fast.
     ///
     /// # Errors
     /// If there is no such process, or it cannot be prepared.
@@ -162,7 +162,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
     /// Hands the value over to the process of [`Self::connect`].
     ///
     /// # Errors
-    /// The reason, and the value if this process still owns it.
+    /// The reason of the failure, and the value if this process still owns it.
     ///
     /// # Safety
     /// This process must keep nothing of the segment: no container that was moved out of it, and no
@@ -178,7 +178,7 @@ impl<'p, T: Migratable> Owned<'p, T> {
     /// Syncs the value, and then hands it over by [`Self::transfer`].
     ///
     /// # Errors
-    /// As [`Self::sync`] and [`Self::transfer`].
+    /// The errors of [`Self::sync`] and [`Self::transfer`].
     ///
     /// # Safety
     /// As for [`Self::transfer`].

@@ -27,7 +27,7 @@ impl Memory {
     }
 
     fn create(&self, description: &str) -> Result<SegmentHeap, HeapFault> {
-        // SAFETY: the memory is as long as that, and a test has one heap in it.
+        // SAFETY: the memory has this length, and a test has one heap in it.
         unsafe { SegmentHeap::create(self.start, self.layout.size(), description) }
     }
 
@@ -39,7 +39,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: it was allocated with this layout.
+        // SAFETY: the memory was allocated with this layout.
         unsafe { dealloc(self.start.as_ptr(), self.layout) }
     }
 }
@@ -76,7 +76,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_map_behaves_like_that_of_the_standard_library(steps in steps()) {
+    fn a_map_behaves_like_the_standard_hash_map(steps in steps()) {
         with_allocator(BYTES, |allocator| {
             let (mut ours, mut theirs) = (Map::new(allocator).unwrap(), HashMap::new());
             for step in steps {
@@ -99,7 +99,7 @@ proptest! {
     }
 
     #[test]
-    fn an_ordered_map_behaves_like_that_of_the_standard_library(steps in steps()) {
+    fn an_ordered_map_behaves_like_the_standard_btree_map(steps in steps()) {
         with_allocator(BYTES, |allocator| {
             let (mut ours, mut theirs) = (OrderedMap::new(allocator), BTreeMap::new());
             for step in steps {
@@ -141,7 +141,7 @@ fn an_insert_into_a_full_segment_fails_and_changes_nothing() {
             assert_eq!(map.get(&key).map(|text| &**text), Some("a text that takes some bytes"));
             assert_eq!(ordered.get(&key), Some(&key));
         }
-        // What is freed can be had again.
+        // Freed memory can be allocated again.
         map.clear();
         assert!(add(0, &mut map, &mut ordered).is_ok());
     });
@@ -167,8 +167,8 @@ fn a_map_can_be_used_by_the_process_that_opens_the_segment() {
     let heap = memory.create("test").unwrap();
     let mut map = Map::new(heap.into()).unwrap();
     (0..1000_u32).for_each(|key| assert_eq!(map.insert(key, key), Ok(None)));
-    // A process that is killed in an allocation leaves the lock taken.
-    // SAFETY: it is the lock, behind the magic number.
+    // A process that is killed during an allocation leaves the lock held.
+    // SAFETY: the address is that of the lock, behind the magic number.
     unsafe { memory.start.cast::<u32>().add(2).write(1) };
     assert_eq!(memory.open("test").unwrap(), heap);
     (1000..2000_u32).for_each(|key| assert_eq!(map.insert(key, key), Ok(None)));
@@ -176,15 +176,15 @@ fn a_map_can_be_used_by_the_process_that_opens_the_segment() {
 }
 
 #[test]
-fn other_containers_are_refused_by_name() {
+fn containers_of_another_type_are_refused() {
     let memory = Memory::new(BYTES);
-    // SAFETY: the memory is as long as that.
+    // SAFETY: the memory has this length.
     unsafe { memory.start.write_bytes(0, 8192) };
     assert_eq!(memory.open("test"), Err(HeapFault::NoContainers));
     memory.create("counts").unwrap();
     let error = memory.open("words").unwrap_err().to_string();
     assert_eq!(error, "the segment has «counts», and this program expects «words»");
-    // SAFETY: it is the length of the description.
+    // SAFETY: the address is that of the description's length.
     unsafe { memory.start.cast::<u32>().add(3).write(u32::MAX) };
     assert_eq!(memory.open("counts"), Err(HeapFault::NoContainers));
     assert!(matches!(Memory::new(4096).create("test"), Err(HeapFault::TooSmall { bytes: 4096 })));

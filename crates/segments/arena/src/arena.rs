@@ -7,9 +7,10 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 /// The first address for segments: between the heap and the mappings of a usual program.
 pub const ARENA_START: usize = 0x3000_0000_0000;
-/// Bytes of addresses for segments: 4 TiB. The next 4 TiB are for mappings that were withdrawn.
+/// Length in bytes of the range of addresses for segments: 4 TiB. The next 4 TiB are for mappings
+/// that were withdrawn.
 pub const ARENA_BYTES: usize = 4 << 40;
-/// Length of the largest segment: 1 TiB.
+/// Maximum length of a segment in bytes: 1 TiB.
 pub const SEGMENT_BYTES_MAX: usize = 1 << 40;
 
 const MIB_2: usize = 2 << 20;
@@ -66,14 +67,14 @@ impl Arena {
         Ok(Self(()))
     }
 
-    /// The alignment of a segment of this length: with it the kernel moves whole page tables when
-    /// the segment is withdrawn, which is fast.
+    /// The alignment of a segment of `bytes` bytes. Due to it, the kernel moves whole page tables
+    /// when the segment is withdrawn, which is fast.
     #[must_use]
     pub const fn alignment(bytes: usize) -> usize {
         if bytes >= GIB { GIB } else { MIB_2 }
     }
 
-    /// Checks that a segment may have this range.
+    /// Checks that a segment may have a range of addresses.
     ///
     /// # Errors
     /// If the range is not aligned, not whole pages, or not inside the arena.

@@ -19,8 +19,8 @@ pub enum Call {
         #[serde(default)]
         held: Vec<(u64, Tenure)>,
     },
-    /// Makes this connection one for [`Call::Receive`] and [`Call::Serve`], of a process that is
-    /// open. The first call of a connection.
+    /// Reserves this connection of an open process for [`Call::Receive`] and [`Call::Serve`]. The
+    /// first call of a connection.
     Attend {
         /// The name of the process.
         process: String,
@@ -197,7 +197,7 @@ pub enum Answer {
     Opened {
         /// The segments that the process still has, of those that it named.
         held: Vec<u64>,
-        /// The segments whose hand-over is under way: the process must ask for the outcome.
+        /// The segments whose hand-over is in progress: the process must request the outcome.
         awaited: Vec<u64>,
         /// The time for which the process may use segments after the agent has ended, in
         /// milliseconds.
@@ -310,28 +310,28 @@ pub struct SegmentTotals {
     pub handed_over: u64,
     /// Segments that were received from other hosts.
     pub received: u64,
-    /// Hand-overs that the target declined.
+    /// Hand-overs that did not take place: the target declined them, or they were retracted.
     pub declined: u64,
     /// Pages that were pulled because a thread waited for them.
     pub pages_on_touch: u64,
     /// Pages that were pulled ahead of the program.
     pub pages_ahead: u64,
-    /// Pauses of writers and readers for a hand-over: from the request to its end.
+    /// Durations of hand-overs, from the request to the end. The program has no access meanwhile.
     pub transfers: TimeSummary,
-    /// Pauses of threads that touched missing pages.
+    /// Durations for which threads waited for missing pages.
     pub waits: TimeSummary,
 }
 
-/// The distribution of one kind of time.
+/// A summary of recorded durations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TimeSummary {
-    /// The number of times that were measured.
+    /// The number of recorded durations.
     pub count: u64,
     /// The median, in µs.
     pub p50_us: u64,
     /// The 99th percentile, in µs.
     pub p99_us: u64,
-    /// The longest time, in µs.
+    /// The longest duration, in µs.
     pub longest_us: u64,
 }

@@ -82,7 +82,7 @@ impl PageFaults {
     /// wait for them.
     ///
     /// # Errors
-    /// As [`Self::resume`].
+    /// If a system call fails.
     pub fn resume_all(&self, mut pages: Range<u32>) -> io::Result<()> {
         while let Some(page) = pages.next() {
             let bytes = (pages.len() + 1) * 4096;
@@ -108,7 +108,7 @@ impl PageFaults {
     /// Marks a page as lost: each touch of it raises SIGBUS.
     ///
     /// # Errors
-    /// As [`Self::resume`].
+    /// If the system call fails.
     pub fn poison(&self, page: u32) -> io::Result<()> {
         uffd::poison(&self.uffd, self.address_of(page))
     }

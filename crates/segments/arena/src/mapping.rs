@@ -69,9 +69,9 @@ impl<'a> Mapping<'a> {
     /// [`Self::restore`]. If the mapping is armed, waits until the agent has read the event.
     ///
     /// # Errors
-    /// If a system call fails; then nothing has changed. Or if another thread, against the rules,
-    /// maps something at the addresses at the same moment; then the segment is withdrawn and cannot
-    /// be restored.
+    /// If a system call fails; then nothing has changed. Or if another thread, which must not use
+    /// these addresses, maps something there at the same moment; then the segment is withdrawn and
+    /// cannot be restored.
     pub fn withdraw(&mut self) -> Result<(), ArenaError> {
         if !self.is_withdrawn {
             self.shift(self.address, self.address + ARENA_BYTES)?;
@@ -79,10 +79,11 @@ impl<'a> Mapping<'a> {
         Ok(())
     }
 
-    /// Undoes [`Self::withdraw`], because the segment was not handed over after all.
+    /// Undoes [`Self::withdraw`], because the hand-over was retracted.
     ///
     /// # Errors
-    /// As [`Self::withdraw`]; also if another thread has mapped something at the addresses.
+    /// The errors of [`Self::withdraw`]; also if another thread has mapped something at the
+    /// addresses.
     pub fn restore(&mut self) -> Result<(), ArenaError> {
         if self.is_withdrawn && !self.is_reserved {
             return Err(ArenaError::Range { address: self.address, bytes: self.bytes });
@@ -93,7 +94,7 @@ impl<'a> Mapping<'a> {
         Ok(())
     }
 
-    /// Moves the mapping, and reserves the addresses at which it was.
+    /// Moves the mapping, and reserves the addresses that it leaves.
     fn shift(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
         let (start, flags) = (with_exposed_provenance_mut(from), MremapFlags::MAYMOVE);
         // SAFETY: both ranges are in the arena, where nothing but this segment and its counterpart
@@ -153,7 +154,7 @@ pub fn revoke(address: usize, bytes: usize) -> Result<(), ArenaError> {
 impl Drop for Mapping<'_> {
     fn drop(&mut self) {
         let at = if self.is_withdrawn { self.address + ARENA_BYTES } else { self.address };
-        // SAFETY: it is this segment's mapping, and nothing refers to it any more.
+        // SAFETY: the range is this segment's mapping, and nothing refers to it any more.
         let unmapped = unsafe { munmap(with_exposed_provenance_mut(at), self.bytes) };
         let reserved = unmapped.and_then(|()| reserve(at..at + self.bytes));
         debug_assert!(reserved.is_ok(), "{reserved:?}");

@@ -1,5 +1,5 @@
-//! A message on standard error when a program touches a segment that it does not own. Without it, a
-//! person sees a crash at an address that means nothing to them.
+//! The message on standard error when a program touches a segment that it does not own, or a
+//! missing page. Without the message, a crash at such an address has no visible cause.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::arena::{ARENA_BYTES, ARENA_START};
 
 static IS_REPORTED: AtomicBool = AtomicBool::new(false);
-/// The previous actions of SIGSEGV and of SIGBUS.
+/// The previous signal actions of SIGSEGV and of SIGBUS.
 static PREVIOUS_ACTIONS: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 
 const NOT_OWN: &[u8] = b"aquifer: a touch of a segment that this process does not own (SIGSEGV): \
@@ -33,8 +33,8 @@ pub fn report_touches() {
     });
     if is_first.load(Ordering::Relaxed) {
         for signal in signals {
-            // SAFETY: an all-zero action is valid. The handler does only what is permitted in one:
-            // it writes to a descriptor, and calls the earlier action, which it finds.
+            // SAFETY: an all-zero action is valid. The handler makes only async-signal-safe calls:
+            // it writes to a descriptor, and calls the previous action.
             unsafe {
                 let mut action: libc::sigaction = std::mem::zeroed();
                 action.sa_sigaction = on_fault as *const () as usize;

@@ -1,6 +1,6 @@
 //! Tracking of the pages of a segment that the program writes.
 //!
-//! The kernel write-protects pages and records a write by itself: no thread waits for another one.
+//! The kernel write-protects pages and records a write by itself, so no thread serves faults.
 
 use std::fs::File;
 use std::io;

@@ -48,11 +48,11 @@ pub enum CopyError {
         why: String,
     },
     /// The number of copies is invalid.
-    #[error("{0} copies are not possible: give 1 to {COPIES_MAX}")]
+    #[error("{0} copies are not possible: use 1 to {COPIES_MAX}")]
     Count(usize),
     /// The record of the copies cannot be read, or its replacement was not confirmed: the old or
     /// the new record may be in effect.
-    #[error("cannot record where the copies are: {0}")]
+    #[error("cannot read or replace the record of the copies: {0}")]
     Record(String),
 }
 
@@ -150,8 +150,8 @@ pub struct Copies<S> {
 }
 
 impl<S: Store> Copies<S> {
-    /// Begins without knowledge of existing copies: the first sync reads the record. `bytes` is the
-    /// length of the segment.
+    /// Creates the state before the first sync, which reads the record of existing copies. `bytes`
+    /// is the length of the segment.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         let (writers, here, freed) = (Vec::new(), Vec::new(), Vec::new());
@@ -185,7 +185,7 @@ impl<S: Store> Copies<S> {
                 .and_then(|()| self.write(&mut read))
                 .and_then(|written| self.commit(environment, written));
             match synced {
-                // Another node may replace it.
+                // Another node may replace the failed one.
                 Err(CopyError::Node { node, why }) if failed.len() + 1 < ATTEMPTS_MAX => {
                     failed.insert(node, why);
                     self.writers.retain(|writer| writer.node() != node);
@@ -300,7 +300,8 @@ impl<S: Store> Copies<S> {
         next.revision = revision + 1;
         let mut seen = BTreeSet::new();
         next.former.retain(|root| !self.freed.contains(root) && seen.insert(*root));
-        // The oldest roots are dropped: the memory of nodes that never come back need not be freed.
+        // The oldest roots are dropped: they are probably on nodes that have left for good, whose
+        // memory need not be freed.
         next.former.truncate(FORMER_MAX);
         if let Err(why) = environment.replace(revision, Some(&next)) {
             // The old or the new record is in effect: the next sync must read it.
@@ -386,8 +387,8 @@ impl<S: Store> Copies<S> {
         Ok(Synced { version, nodes, elsewhere, written_bytes })
     }
 
-    /// Frees the obsolete roots with the objects that only they name. Roots that cannot be freed
-    /// now are tried again after the next sync.
+    /// Frees the obsolete roots with the objects that only they name. The next sync retries roots
+    /// that cannot be freed now.
     fn free_former<E: Environment<Store = S>>(&mut self, environment: &mut E) {
         let Some(record) = self.record.clone() else { return };
         if Mutation::SkipCleaning.is_active() {

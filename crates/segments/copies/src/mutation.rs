@@ -1,4 +1,4 @@
-//! Steps of a sync that the simulator breaks on purpose, to show that it detects each.
+//! Steps of a sync that a test breaks on purpose, to prove that it detects each fault.
 
 aquifer_mutation::mutations! {
     /// A step that can be broken.

@@ -22,7 +22,7 @@ const STEPS: usize = 12;
 const SEEDS: u64 = 24;
 /// Maximum number of objects that a crashed process leaks on each node: a batch of chunks, a leaf,
 /// and two roots.
-const LEFT_MAX: usize = 19;
+const LEAKED_MAX: usize = 19;
 
 /// The content of a segment: chunks that are not zeros.
 type Memory = BTreeMap<usize, u64>;
@@ -79,7 +79,7 @@ impl Process {
         Self { world: Arc::clone(world), progress: Arc::new(Mutex::new(progress)), number }
     }
 
-    /// Carries an operation out, unless there is a fault.
+    /// Carries out an operation, unless a fault prevents it.
     fn operate<T>(&self, node: u16, work: impl FnOnce(&mut World) -> T) -> Result<T, Failed> {
         let mut progress = self.progress.lock().unwrap();
         progress.operations += 1;
@@ -98,7 +98,7 @@ impl Process {
                 return Err(Failed);
             }
             Some(Fault::Stop { after }) if count == after => {
-                let gate = progress.gate.take().expect("it stops once");
+                let gate = progress.gate.take().expect("the process is suspended once");
                 gate.0.send(()).unwrap();
                 gate.1.recv().unwrap();
             }
@@ -165,7 +165,7 @@ impl Environment for Process {
 
     fn load(&mut self) -> Result<(Option<CopyRecord>, CopyNodes), String> {
         let record = self.operate(0, |world| world.record.clone()).map_err(|error| error.to_string())?;
-        // The last one is on the machine of the process.
+        // The last node is on the machine of the process.
         let nodes = CopyNodes { elsewhere: (1..NODES).collect(), here: vec![NODES] };
         Ok((record, nodes))
     }
@@ -278,14 +278,14 @@ impl Run {
         let memory = self.memory.clone();
         let reads = |chunk: usize, out: &mut [u8]| read(&memory, chunk, out);
         let synced = self.copies.sync(&mut self.process, count, change, reads)?;
-        // Another attempt with this number cannot have been recorded.
+        // No other attempt with this number can have been recorded.
         assert_eq!(synced.version, next);
         assert_eq!(synced.nodes.len(), count);
         self.versions.insert(next, vec![memory]);
         Ok(())
     }
 
-    /// Begins with another process, which has the same memory or restores a copy.
+    /// Replaces the process by another one, which has the same memory or restores a copy.
     fn replace_process(&mut self) {
         self.processes += 1;
         self.process = Process::new(&self.world, self.processes);
@@ -303,7 +303,7 @@ impl Run {
         let known = &self.versions[&record.version];
         let is_known =
             known.iter().any(|memory| memory.iter().filter(|(_, value)| **value != 0).eq(restored.iter()));
-        assert!(is_known, "version {} is another one: {restored:?}", record.version);
+        assert!(is_known, "version {} has other contents: {restored:?}", record.version);
         restored
     }
 
@@ -359,8 +359,8 @@ impl Run {
         self.faults += 1;
         let mutation = Mutation::replace_active(None);
         Mutation::replace_active(mutation);
-        let ((stopped, is_stopped), (go_on, goes_on)) = (channel(), channel());
-        let gate = Some((stopped, goes_on));
+        let ((stopped, is_stopped), (resume, is_resumed)) = (channel(), channel());
+        let gate = Some((stopped, is_resumed));
         let fault = Some(Fault::Stop { after });
         let own = self.process.clone();
         *own.progress.lock().unwrap() =
@@ -376,10 +376,10 @@ impl Run {
             let mut process = own;
             let reads = |chunk: usize, out: &mut [u8]| read(&memory, chunk, out);
             drop(copies.sync(&mut process, 1, Change::All, reads));
-            // The process may have ended its sync before it was to stop.
+            // Ends the wait for the stop, if the sync has ended before.
             process.progress.lock().unwrap().gate = None;
         });
-        // It may have ended before that.
+        // False if the process has ended its sync before it was to stop.
         let was_stopped = is_stopped.recv().is_ok();
         self.replace_process();
         self.memory = self.restored();
@@ -387,7 +387,7 @@ impl Run {
         self.sync(1).expect("the other process is stopped");
         self.restored();
         if was_stopped {
-            go_on.send(()).unwrap();
+            resume.send(()).unwrap();
         }
         other.join().unwrap();
         self.restored();
@@ -429,7 +429,7 @@ fn run(seed: u64) {
         run.step();
     }
     let leaked = run.leaked();
-    let most = LEFT_MAX * usize::from(NODES) * run.faults;
+    let most = LEAKED_MAX * usize::from(NODES) * run.faults;
     assert!(leaked <= most, "seed {seed}: {leaked} objects, {} faults", run.faults);
     // A byte of an object changes: the restore returns the right bytes, or fails.
     let record = run.world.lock().unwrap().record.clone().unwrap();
@@ -452,12 +452,12 @@ fn run(seed: u64) {
 }
 
 #[test]
-fn syncs_with_faults_leave_whole_copies() {
+fn syncs_with_faults_leave_complete_copies() {
     (0..SEEDS).for_each(run);
 }
 
 #[test]
-fn without_faults_nothing_is_left_behind() {
+fn syncs_without_faults_leak_no_object() {
     let mut run = Run::new(1);
     for count in [2, 2, 1, 3, 3, 1] {
         run.write_some();
@@ -492,7 +492,7 @@ fn crash_everywhere() {
         run.restored();
         run.replace_process();
         let leaked = run.leaked();
-        assert!(leaked <= LEFT_MAX, "{leaked} objects after a crash at operation {after}");
+        assert!(leaked <= LEAKED_MAX, "{leaked} objects after a crash at operation {after}");
         if !has_failed {
             assert!(after > 200);
             return;
@@ -501,19 +501,19 @@ fn crash_everywhere() {
 }
 
 #[test]
-fn a_crash_at_any_operation_leaves_little() {
+fn a_crash_at_any_operation_leaks_few_objects() {
     crash_everywhere();
 }
 
 #[test]
-fn mutations_are_noticed() {
+fn each_mutation_is_detected() {
     for mutation in Mutation::ALL {
-        let is_noticed = |work: &dyn Fn()| {
+        let is_detected = |work: &dyn Fn()| {
             let work = std::panic::AssertUnwindSafe(|| mutation.while_active(work));
             std::panic::catch_unwind(work).is_err()
         };
-        let noticed = is_noticed(&crash_everywhere) || (0..SEEDS).any(|seed| is_noticed(&|| run(seed)));
-        assert!(noticed, "{mutation:?}");
+        let detected = is_detected(&crash_everywhere) || (0..SEEDS).any(|seed| is_detected(&|| run(seed)));
+        assert!(detected, "{mutation:?}");
     }
 }
 
@@ -521,7 +521,7 @@ mod long {
     use super::*;
 
     #[test]
-    fn syncs_with_faults_leave_whole_copies() {
+    fn syncs_with_faults_leave_complete_copies() {
         (SEEDS..1500).for_each(run);
     }
 }

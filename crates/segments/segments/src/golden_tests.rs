@@ -1,4 +1,4 @@
-//! The form of what others read: see `docs/formats/segments.md`.
+//! Golden tests of the formats in `docs/formats/segments.md`.
 
 use std::fmt::Debug;
 

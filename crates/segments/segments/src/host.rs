@@ -1,21 +1,22 @@
 //! The segments of a host, as its agent serves them: their memory, and the hand-overs with other
 //! agents.
 //!
-//! - [`registry`] has the records of segments and hosts in the directory.
-//! - [`ranges`] has the addresses that segments have in all processes of their tenant.
-//! - [`copy_records`] has where the copies of segments on memory nodes are, and [`copies`] and
-//!   `copy_calls` what programs ask about them.
-//! - [`memory`] is a copy of a segment, which other hosts read, and its `journal`. The keeper holds
-//!   both ([`kept`]), and the next process of the agent goes on from there (`restore`).
-//! - `memories` allocates the memory within the limits of each user, and `numbers` bounds how many
-//!   segments a user can use, one after the other.
+//! - [`registry`] reads and writes the records of segments and hosts in the directory.
+//! - [`ranges`] grants the addresses that segments have in all processes of their tenant.
+//! - [`copy_records`] has the records of copies on memory nodes. [`copies`] and `copy_calls` serve
+//!   the calls of programs about them.
+//! - [`memory`] is a copy of a segment, which other hosts read, with its `journal`. The keeper
+//!   holds both ([`kept`]), and the next process of the agent resumes from them (`restore`).
+//! - `memories` allocates the memory within the limits of each user. `numbers` limits the numbers
+//!   of segments that a user can use over time.
 //! - `segment_table` has the segments that this host knows, and `restores` those that programs are
 //!   restoring from copies. `shared` has the lock order.
 //! - [`wire`] has the messages between agents, and `peer` and `peers` the connections to them.
 //! - [`programs`] serves the programs of this host. `processes` opens and closes them, `arrivals`
-//!   has the segments that have arrived for them, and `served` serves their touches of pages that
-//!   are elsewhere.
-//! - [`statistics`] has what was done.
+//!   queues the segments that have arrived for them, and `served` serves their page faults.
+//! - `precedence` delays pages that are pulled ahead of programs while threads wait for pages, and
+//!   `pull_rate_limiter` limits the rate of these pages.
+//! - [`statistics`] counts hand-overs and pulled pages.
 //! - [`service`] is the interface. `outputs` and `pulls` carry out what the state machines of
 //!   [`aquifer_ownership`] and [`crate::pulling`] decide, and `answers` answers other agents.
 
@@ -34,12 +35,12 @@ pub mod memory;
 mod numbers;
 mod open_processes;
 mod outputs;
-mod pace;
 mod peer;
 mod peers;
 mod precedence;
 mod processes;
 pub mod programs;
+mod pull_rate_limiter;
 mod pulls;
 pub mod ranges;
 pub mod registry;

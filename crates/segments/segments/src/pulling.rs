@@ -1,10 +1,10 @@
 //! How the pages of a segment follow their owner, on touch and ahead of it (RAMP §3.2).
 //!
-//! Each host through which a segment has passed has a copy of it, in which some pages are
-//! *present*: they were there when it handed the segment over, or it has pulled them. The newest
-//! copy in which a page is present is the right one, so a segment can move on while it is pulled.
+//! Each host through which a segment has passed has a copy of it. A page is *present* in the copy
+//! of a host that has allocated the segment or has pulled the page. The newest copy in which a page
+//! is present has its current bytes, so a segment can be handed over before all of it is pulled.
 //!
-//! - [`lineage`] names these copies, the newest first.
+//! - [`lineage`] lists the copies, the newest first.
 //! - [`puller`] decides which READ comes next, as a state machine.
 
 pub mod lineage;

@@ -1,5 +1,5 @@
-//! Records of copies, and restoring: a host that is taken for dead changes nothing any more, and
-//! one host restores a segment.
+//! Records of copies, and restores: a fenced host cannot change a record, and only one host
+//! restores a segment.
 
 mod support;
 
@@ -58,7 +58,7 @@ fn a_segment_with_copies_outlives_its_host() {
     assert!(matches!(second.copies(SEGMENT), Err(SegmentError::NotOwned(_))));
     assert!(first.copies(SEGMENT).unwrap().record.is_none());
     first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
-    // Again, without an answer to the first call; and not from what is known no more.
+    // A retry of the same change succeeds; another change from an outdated revision fails.
     first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
     let changed = first.set_copies(SEGMENT, 0, Some(&record(1, 2)));
     assert!(matches!(changed, Err(SegmentError::CopiesChanged(_))));
@@ -68,10 +68,10 @@ fn a_segment_with_copies_outlives_its_host() {
     assert!(matches!(restore(&second), Err(SegmentError::Exists(_))));
 
     cluster.records.end_life(1);
-    // It is taken for dead, and does not know it.
+    // The first host is fenced, but still runs.
     let fenced = first.set_copies(SEGMENT, 2, Some(&record(3, 3)));
     assert!(matches!(fenced, Err(SegmentError::NotOwned(_))));
-    // Its number and its addresses are not free.
+    // The number and the addresses of the segment are not free.
     let exists = second.allocate(SEGMENT, BYTES, &name(&second));
     assert!(matches!(exists, Err(SegmentError::HasCopies(_))));
     let other = second.allocate(SegmentKey { id: 6, ..SEGMENT }, BYTES, &name(&second)).unwrap();
@@ -82,10 +82,10 @@ fn a_segment_with_copies_outlives_its_host() {
     second.set_copies(SEGMENT, 2, Some(&record(3, 3))).unwrap();
     let short = CopyRecord { bytes: BYTES / 2, ..record(4, 4) };
     assert!(matches!(second.set_copies(SEGMENT, 3, Some(&short)), Err(SegmentError::NotOwned(_))));
-    // It is given up, and restored again by its own host.
+    // The segment is released, and restored by the same host.
     second.give_up(SEGMENT).unwrap();
     assert_eq!(restore(&second).unwrap(), address);
-    // Without copies they are free.
+    // Without copies, the number and the addresses are free.
     second.set_copies(SEGMENT, 3, None).unwrap();
     second.deallocate(SEGMENT).unwrap();
     assert_eq!(second.allocate(SEGMENT, BYTES, &name(&second)).unwrap().address, address);
@@ -107,7 +107,7 @@ fn one_of_several_hosts_restores_a_segment() {
     assert!(matches!(second.finish_restore(SEGMENT, "other"), Err(SegmentError::NotRestoring(_))));
     second.begin_restore(SEGMENT, &name(&second)).unwrap();
     assert_eq!(cluster.keepers[1].len(), 1);
-    // The memory counts.
+    // The memory of the restore is charged.
     let full = second.allocate(SegmentKey { id: 6, ..SEGMENT }, 2 * BYTES, &name(&second));
     assert!(matches!(full, Err(SegmentError::Limit { .. })));
     third.begin_restore(SEGMENT, &name(&third)).unwrap();
@@ -115,7 +115,7 @@ fn one_of_several_hosts_restores_a_segment() {
     let late = second.finish_restore(SEGMENT, &name(&second));
     assert!(matches!(late, Err(SegmentError::Exists(_))));
     assert_eq!(cluster.keepers[1].len(), 0, "its memory is freed");
-    // A process that ends gives up what it was restoring.
+    // The restores of a process that ends are aborted.
     cluster.records.end_life(3);
     second.begin_restore(SEGMENT, &name(&second)).unwrap();
     second.end_restores(TENANT, &name(&second));
@@ -130,17 +130,17 @@ fn one_of_several_hosts_restores_a_segment() {
 }
 
 #[test]
-fn a_host_that_dies_before_its_message_leaves_nothing_behind() {
+fn a_segment_whose_host_dies_during_a_hand_over_can_be_restored() {
     let mut cluster = Cluster::new();
     let (first, second, third) = (cluster.start(1), cluster.start(2), cluster.start(3));
     let address = first.allocate(SEGMENT, BYTES, &name(&first)).unwrap().address;
     first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
     first.connect(SEGMENT, &name(&second)).unwrap();
     cluster.records.end_life(1);
-    // The second host could get the segment still: it is asked not to accept it.
+    // The second host could still receive the segment, so it is fenced first.
     assert_eq!(restore(&third).unwrap(), address);
     drop(first);
-    // And the same if the target itself restores it.
+    // The target of the hand-over itself restores the segment.
     third.connect(SEGMENT, &name(&second)).unwrap();
     cluster.records.end_life(3);
     assert_eq!(restore(&second).unwrap(), address);
@@ -163,7 +163,7 @@ fn a_host_that_has_received_a_segment_keeps_it() {
     cluster.records.end_life(1);
     assert!(matches!(restore(&third), Err(SegmentError::Exists(_))));
     assert!(second.owns(SEGMENT));
-    // It goes on with the copies.
+    // The new owner can change the record of the copies.
     second.set_copies(SEGMENT, 1, Some(&record(2, 2))).unwrap();
 }
 
@@ -183,7 +183,7 @@ fn copies_are_freed_when_no_host_has_the_segment() {
     let of = |node: u16| FormerRoot { node, root: WordPair([1, 2]), bytes: BYTES };
     let many = CopyRecord { former: vec![of(1); FORMER_MAX + 1], ..record(2, 1) };
     assert!(matches!(second.set_copies(SEGMENT, 1, Some(&many)), Err(SegmentError::CopyRecord(_))));
-    // It is no owner: it only frees what there was, and makes no records of new numbers.
+    // A host that is not the owner can only free recorded copies, and cannot create a record.
     let other = SegmentKey { id: 6, ..SEGMENT };
     let freed = CopyRecord { trees: Vec::new(), former: vec![of(1)], ..record(2, 1) };
     let made_up = CopyRecord { former: vec![of(2)], ..freed.clone() };
@@ -196,24 +196,24 @@ fn copies_are_freed_when_no_host_has_the_segment() {
     second.set_copies(SEGMENT, 1, Some(&freed)).unwrap();
     assert_eq!((list(None)[0].nodes.len(), &list(None)[0].left_on[..]), (0, &[1][..]));
     assert!(matches!(restore(&second), Err(SegmentError::NoCopies(_))));
-    // What is left of the copies stays in the record, for the next owner to free.
+    // The roots that are left of the copies stay in the record, for the next owner to free.
     assert_eq!(second.allocate(SEGMENT, BYTES, &name(&second)).unwrap().address, address);
     assert_eq!(second.copies(SEGMENT).unwrap().record, Some(freed));
 }
 
 #[test]
-fn an_agent_that_has_lost_its_memory_leaves_the_copies() {
+fn a_segment_is_restored_after_its_agent_and_keeper_have_ended() {
     let mut cluster = Cluster::new();
     let first = cluster.start(1);
     let address = first.allocate(SEGMENT, BYTES, &name(&first)).unwrap().address;
     first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
     drop(first);
-    // The keeper has died as well.
+    // The keeper has ended, too.
     let again = cluster.records.start(1, 2 * BYTES, &Arc::default());
     open(&again, TENANT);
     assert!(!again.owns(SEGMENT));
     assert_eq!(restore(&again).unwrap(), address);
-    // The same in the middle of a hand-over: the target could have got it.
+    // The agent and the keeper end during a hand-over, which the target may have received.
     let second = cluster.start(2);
     again.connect(SEGMENT, &name(&second)).unwrap();
     drop(again);

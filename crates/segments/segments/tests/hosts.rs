@@ -1,4 +1,4 @@
-//! Segments that move between hosts over TCP: each touch finds what was written last.
+//! Hand-overs between hosts over TCP: each read returns the value that was written last.
 
 mod support;
 
@@ -44,7 +44,7 @@ impl Cluster {
         open(&self.hosts[at], TENANT);
     }
 
-    fn pass_on(&self, from: usize, to: usize) -> Arc<Memory> {
+    fn transfer(&self, from: usize, to: usize) -> Arc<Memory> {
         self.hosts[from].connect(SEGMENT, &name(&self.hosts[to])).unwrap();
         self.hosts[from].transfer(SEGMENT).unwrap();
         let arrival = receive(&self.hosts[to]);
@@ -82,7 +82,7 @@ fn a_segment_moves_and_its_pages_follow() {
     (0..PAGES).for_each(|page| write(&memory, page, u64::from(page) + 1));
     let error = cluster.hosts[0].allocate(SEGMENT, BYTES, "p").unwrap_err();
     assert!(matches!(error, SegmentError::Exists(SEGMENT)), "{error}");
-    let memory = cluster.pass_on(0, 1);
+    let memory = cluster.transfer(0, 1);
     assert!(matches!(cluster.hosts[0].pull(SEGMENT, 0), Err(SegmentError::NotOwned(_))));
     for page in [69, 0, 63, 64, 63] {
         cluster.hosts[1].pull(SEGMENT, page).unwrap();
@@ -94,14 +94,14 @@ fn a_segment_moves_and_its_pages_follow() {
         let wanted = if page == 63 { 1000 } else { u64::from(page) + 1 };
         assert_eq!(value_of(&memory, page), wanted);
     }
-    // Its first host gave its memory up, and gets it again.
-    let memory = cluster.pass_on(1, 0);
+    // The first host has freed its copy, and receives the segment again.
+    let memory = cluster.transfer(1, 0);
     cluster.hosts[0].pull(SEGMENT, 63).unwrap();
     assert_eq!(value_of(&memory, 63), 1000);
 }
 
 #[test]
-fn a_segment_moves_on_before_its_pages_have_followed() {
+fn a_segment_can_be_handed_over_before_its_pages_are_pulled() {
     const MOVES: u64 = 300;
     let cluster = Cluster::start(3);
     let (mut owner, mut random) = (0, 88_172_645_463_325_252_u64);
@@ -147,14 +147,14 @@ fn a_segment_moves_on_before_its_pages_have_followed() {
 }
 
 #[test]
-fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
+fn a_hand_over_to_a_target_that_dies_before_the_message_is_retracted() {
     let mut cluster = Cluster::start(2);
     let memory = allocate(&cluster.hosts[0]);
     write(&memory, 3, 77);
     let dead = name(&cluster.hosts[1]);
     cluster.hosts[0].connect(SEGMENT, &dead).unwrap();
     drop(cluster.hosts.pop());
-    // Whether it has received the message is unknown as long as its life lasts.
+    // While the target's life lasts, it is unknown whether it has received the message.
     std::thread::scope(|scope| {
         let source = &cluster.hosts[0];
         let transfer = scope.spawn(|| source.transfer(SEGMENT));
@@ -165,13 +165,13 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
         let error = transfer.join().unwrap().unwrap_err();
         assert!(matches!(error, SegmentError::Declined(SEGMENT)), "{error}");
         assert!(source.owns(SEGMENT));
-        assert!(source.receive(TENANT, &name(source), Duration::ZERO).is_none(), "its process has it");
+        assert!(source.receive(TENANT, &name(source), Duration::ZERO).is_none(), "the process still has it");
     });
     assert_eq!(value_of(&memory, 3), 77);
     let error = cluster.hosts[0].connect(SEGMENT, &dead).unwrap_err();
     assert!(matches!(error, SegmentError::NoProcess(_)), "{error}");
     cluster.add(3);
-    let memory = cluster.pass_on(0, 1);
+    let memory = cluster.transfer(0, 1);
     cluster.hosts[1].pull(SEGMENT, 3).unwrap();
     assert_eq!(value_of(&memory, 3), 77);
     // Now the host that has the pages dies.
@@ -184,7 +184,7 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
 }
 
 #[test]
-fn only_processes_of_the_tenant_get_a_segment() {
+fn a_segment_is_handed_over_only_to_processes_of_the_tenant() {
     let cluster = Cluster::start(2);
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
     let _memory = allocate(first);
@@ -216,7 +216,7 @@ fn only_processes_of_the_tenant_get_a_segment() {
             SegmentError::Declined(_),
         ]
     ));
-    // A process that has closed accepts nothing, although a source may know it still.
+    // A closed process accepts no segment.
     first.connect(SEGMENT, "worker-2").unwrap();
     first.abort(SEGMENT).unwrap();
     second.close_process(TENANT, "worker-2").unwrap();
@@ -242,7 +242,8 @@ fn a_segment_is_passed_on_between_processes_of_a_host() {
     let arrival = receive(second);
     second.pull(SEGMENT, 3).unwrap();
     assert_eq!(value_of(&arrival.data, 3), 77);
-    // A process that ends leaves it to the next one of its name, also when that had not seen it.
+    // A process that ends leaves the segment to the next one of its name, even if it did not
+    // receive it.
     for _ in 0..2 {
         second.close_process(TENANT, "worker-2").unwrap();
         assert_eq!(second.list(TENANT)[0].process, "worker-2");
@@ -253,9 +254,9 @@ fn a_segment_is_passed_on_between_processes_of_a_host() {
     assert!(second.receive(TENANT, "worker-2", Duration::ZERO).is_none());
 }
 
-/// The process to which the last connect succeeded gets the segment, and none after an abort.
+/// The process of the last successful connect receives the segment; after an abort, none does.
 #[test]
-fn a_connect_replaces_the_one_before() {
+fn a_connect_replaces_the_previous_one() {
     let cluster = Cluster::start(2);
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
     let _memory = allocate(first);
@@ -285,7 +286,7 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
     let cluster = Cluster::start(2);
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
     let address = first.allocate(SEGMENT, BYTES, "worker-1").unwrap().address;
-    cluster.pass_on(0, 1);
+    cluster.transfer(0, 1);
     assert!(matches!(first.deallocate(SEGMENT), Err(SegmentError::NotOwned(_))));
     second.pull(SEGMENT, 3).unwrap();
     second.connect(SEGMENT, "worker-1").unwrap();
@@ -293,12 +294,12 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
     second.abort(SEGMENT).unwrap();
     second.deallocate(SEGMENT).unwrap();
     assert!(second.list(TENANT).is_empty() && !second.owns(SEGMENT));
-    // Hand-overs of the new one are not taken for those of the old one.
+    // Hand-overs of the new segment are not taken for those of the former one.
     for (owner, other) in [(1, 0), (0, 1)] {
         let arrival = cluster.hosts[owner].allocate(SEGMENT, BYTES, &name(&cluster.hosts[owner])).unwrap();
         assert_eq!(arrival.address, address);
         write(&arrival.data, 3, 70 + owner as u64);
-        let memory = cluster.pass_on(owner, other);
+        let memory = cluster.transfer(owner, other);
         cluster.hosts[other].pull_all(SEGMENT).unwrap();
         assert_eq!(value_of(&memory, 3), 70 + owner as u64);
         assert_eq!(value_of(&memory, 4), 0);
@@ -306,8 +307,8 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
     }
 }
 
-/// The target has memory of the old length, because it was prepared, and nothing told it that the
-/// hand-over was given up.
+/// The target has memory of the former length, because it was prepared, and it is not notified when
+/// a prepared hand-over is retracted.
 #[test]
 fn a_target_prepares_for_another_length_of_the_same_number() {
     let cluster = Cluster::start(2);
@@ -320,12 +321,12 @@ fn a_target_prepares_for_another_length_of_the_same_number() {
     }
     let memory = first.allocate(SEGMENT, BYTES, "worker-1").unwrap().data;
     write(&memory, 3, 7);
-    let memory = cluster.pass_on(0, 1);
+    let memory = cluster.transfer(0, 1);
     second.pull_all(SEGMENT).unwrap();
     assert_eq!(value_of(&memory, 3), 7);
 }
 
-/// Descriptors of this process for the bytes of segments.
+/// Number of descriptors of this process for the bytes of segments.
 fn count_descriptors() -> usize {
     let links = std::fs::read_dir("/proc/self/fd")
         .unwrap()
@@ -333,16 +334,16 @@ fn count_descriptors() -> usize {
     links.filter(|link| link.to_string_lossy().starts_with("/memfd:aquifer-segment (")).count()
 }
 
-/// A program can keep the descriptor that it has got, and agents registered the memory with their
-/// connections to each other.
+/// The memory is freed although programs keep descriptors of it, and agents have registered it with
+/// their connections to each other.
 #[test]
-fn memory_of_segments_that_were_given_up_is_returned() {
+fn memory_of_deallocated_segments_is_freed() {
     let cluster = Cluster::start(2);
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
     for _ in 0..40 {
         let sent = allocate(first);
         write(&sent, 3, 7);
-        let received = cluster.pass_on(0, 1);
+        let received = cluster.transfer(0, 1);
         second.pull_all(SEGMENT).unwrap();
         assert_eq!(value_of(&received, 3), 7);
         second.deallocate(SEGMENT).unwrap();
@@ -355,8 +356,6 @@ fn memory_of_segments_that_were_given_up_is_returned() {
     assert!(count_descriptors() < 40, "{} descriptors", count_descriptors());
 }
 
-/// Agents are restarted between the calls of hand-overs and pulls: nothing is lost, and pages that
-/// have not followed yet are found where they are now.
 #[test]
 fn many_small_segments_of_a_user_leave_room_for_those_of_another() {
     const OTHER: u32 = TENANT + 1;
@@ -371,7 +370,7 @@ fn many_small_segments_of_a_user_leave_room_for_those_of_another() {
 }
 
 #[test]
-fn requests_at_the_same_moment_do_not_exceed_the_limit() {
+fn concurrent_requests_do_not_exceed_the_limit() {
     let cluster = Cluster::start(1);
     let host = &cluster.hosts[0];
     for _ in 0..20 {
@@ -399,6 +398,8 @@ fn requests_at_the_same_moment_do_not_exceed_the_limit() {
     }
 }
 
+/// Agents are restarted between the calls of hand-overs and pulls: no page is lost, and missing
+/// pages are pulled from the new addresses of their copies.
 #[test]
 fn segments_outlive_the_process_of_their_agent() {
     let mut cluster = Cluster::start(3);
@@ -413,11 +414,11 @@ fn segments_outlive_the_process_of_their_agent() {
     assert!(matches!(cluster.hosts[0].transfer(SEGMENT), Err(SegmentError::Declined(_))));
     let memory = receive(&cluster.hosts[0]).data;
     write(&memory, 1, 101);
-    // A target that was prepared still is.
+    // A prepared target is still prepared after a restart.
     cluster.hosts[0].connect(SEGMENT, "worker-2").unwrap();
     cluster.restart(1);
     cluster.hosts[0].transfer(SEGMENT).unwrap_or_else(|error| {
-        // The connection ended with the process, so whether the message has arrived is asked.
+        // The connection ended with the process, so the source must query the outcome.
         assert!(matches!(error, SegmentError::Unknown(_) | SegmentError::Declined(_)), "{error}");
         while !cluster.hosts[0].owns(SEGMENT) && !cluster.hosts[1].owns(SEGMENT) {
             std::thread::yield_now();
@@ -431,19 +432,19 @@ fn segments_outlive_the_process_of_their_agent() {
     cluster.hosts[1].pull(SEGMENT, 0).unwrap();
     assert_eq!(value_of(&memory, 0), 100);
     write(&memory, 0, 200);
-    // The source comes again at another address, with other keys.
+    // The source is restarted at another address, with other keys.
     cluster.restart(0);
     cluster.hosts[1].pull(SEGMENT, 1).unwrap();
     assert_eq!(value_of(&memory, 1), 101);
-    // The target has what it had pulled, and goes on from there.
+    // The target is restarted with the pages that it has pulled, and pulls the others.
     cluster.restart(1);
     let arrival = receive(&cluster.hosts[1]);
     assert!(arrival.is_partial);
     assert_eq!((value_of(&arrival.data, 0), value_of(&arrival.data, 1)), (200, 101));
     cluster.hosts[1].pull(SEGMENT, 2).unwrap();
     assert_eq!(value_of(&arrival.data, 2), 3);
-    // It moves on while pages are at both, which are restarted then.
-    let memory = cluster.pass_on(1, 2);
+    // The segment is handed over while both hosts have pages, and both are restarted.
+    let memory = cluster.transfer(1, 2);
     (0..2).for_each(|host| cluster.restart(host));
     cluster.hosts[2].pull_all(SEGMENT).unwrap();
     for (page, wanted) in (0..PAGES).zip([200, 101].into_iter().chain(3..)) {
@@ -455,10 +456,10 @@ fn segments_outlive_the_process_of_their_agent() {
     assert_eq!(cluster.keepers[2].len(), 0);
 }
 
-/// A process that runs keeps its segments and its name when its agent is restarted, and another
-/// process cannot get them.
+/// A running process keeps its segments and its name when its agent is restarted, and another
+/// process cannot take them over.
 #[test]
-fn a_process_comes_back_to_its_segments() {
+fn a_process_keeps_its_segments_when_its_agent_is_restarted() {
     let mut cluster = Cluster::start(1);
     let own = ProcessIdentity::of(std::process::id());
     let mut other = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
@@ -478,19 +479,19 @@ fn a_process_comes_back_to_its_segments() {
     }
     assert_eq!(host.open_process(TENANT, "own", own, &held([1, 3, 4])).unwrap().0, [1]);
     let arrival = host.receive(TENANT, "own", Duration::ZERO).unwrap();
-    assert_eq!(arrival.segment.id, 2, "it was not told of this one");
+    assert_eq!(arrival.segment.id, 2, "the process had not received this one");
     assert!(host.receive(TENANT, "own", Duration::ZERO).is_none());
-    // The process has ended: the next one of its name gets what it had.
+    // The process has ended: the next one of its name receives its segments.
     drop(other.stdin.take());
     other.wait().unwrap();
     assert!(host.open_process(TENANT, "other", own, &[]).unwrap().0.is_empty());
     assert_eq!(host.receive(TENANT, "other", Duration::ZERO).unwrap().segment.id, 3);
 }
 
-/// A process that asks for the outcome of a hand-over once more may have got the segment back
-/// meanwhile: that is another tenure.
+/// A process that repeats its request for the outcome of a hand-over may have received the segment
+/// again meanwhile.
 #[test]
-fn a_segment_that_has_come_back_is_another_one() {
+fn a_segment_that_returns_begins_a_new_tenure() {
     let mut cluster = Cluster::start(2);
     let own = ProcessIdentity::of(std::process::id());
     for name in ["own", "other"] {
@@ -506,13 +507,13 @@ fn a_segment_that_has_come_back_is_another_one() {
     assert!(!cluster.hosts[0].is_tenure(SEGMENT, "own", first));
     assert!(cluster.hosts[0].is_tenure(SEGMENT, "own", second));
     assert!(!cluster.hosts[0].is_tenure(SEGMENT, "other", second));
-    // The process comes back to the next agent before it knows the outcome of the first one, and is
-    // told of the segment anew.
+    // The process opens at the next agent before it knows the outcome of its first hand-over, and
+    // receives the segment again.
     cluster.restart(0);
     let held = cluster.hosts[0].open_process(TENANT, "own", own, &[(SEGMENT.id, first)]).unwrap();
     assert_eq!(held, (Vec::new(), Vec::new()));
     assert_eq!(cluster.hosts[0].receive(TENANT, "own", Duration::ZERO).unwrap().tenure, second);
-    // Between hosts as well, and the tenure before is not lost to the agent.
+    // The same between hosts: the agent still knows the previous tenure after the hand-over.
     cluster.hosts[0].connect(SEGMENT, &name(&cluster.hosts[1])).unwrap();
     cluster.hosts[0].transfer(SEGMENT).unwrap();
     assert!(cluster.hosts[0].is_tenure(SEGMENT, "own", second));
@@ -524,16 +525,16 @@ fn a_segment_that_has_come_back_is_another_one() {
     assert!(cluster.hosts[0].is_tenure(SEGMENT, "own", third));
 }
 
-/// A hand-over that the target declines at the last moment: the process has its segment again, and
-/// its pages still come.
+/// After a hand-over that the target declines at the last moment, the process has its segment
+/// again.
 #[test]
-fn pages_still_come_after_a_hand_over_that_did_not_take_place() {
+fn pages_are_pulled_after_a_retracted_hand_over() {
     let mut cluster = Cluster::start(3);
     let memory = allocate(&cluster.hosts[0]);
     (0..PAGES).for_each(|page| write(&memory, page, u64::from(page) + 1));
-    let memory = cluster.pass_on(0, 1);
+    let memory = cluster.transfer(0, 1);
     cluster.hosts[1].connect(SEGMENT, "worker-3").unwrap();
-    // The next process of that agent knows nothing of it, as if it had no keeper.
+    // The next process of the target's agent has no segments, as if the keeper had ended, too.
     cluster.keepers[2] = Arc::default();
     cluster.restart(2);
     let error = cluster.hosts[1].transfer(SEGMENT).unwrap_err();
@@ -550,17 +551,18 @@ fn pages_still_come_after_a_hand_over_that_did_not_take_place() {
     assert!((0..PAGES).all(|page| value_of(&memory, page) == u64::from(page) + 1));
 }
 
-/// What was given up stays lost when the agent is restarted: neither zeros nor older bytes.
+/// Discarded pages stay lost when the agent is restarted: a program sees neither zeros nor older
+/// bytes.
 #[test]
-fn what_was_given_up_stays_lost() {
+fn discarded_pages_stay_lost() {
     let mut cluster = Cluster::start(2);
     let memory = allocate(&cluster.hosts[0]);
     (0..PAGES).for_each(|page| write(&memory, page, 1));
-    // Its first host has older bytes of each page.
-    let memory = cluster.pass_on(0, 1);
+    // The first host has older bytes of each page.
+    let memory = cluster.transfer(0, 1);
     (0..PAGES).for_each(|page| cluster.hosts[1].pull(SEGMENT, page).unwrap());
     (0..PAGES).for_each(|page| write(&memory, page, 2));
-    let memory = cluster.pass_on(1, 0);
+    let memory = cluster.transfer(1, 0);
     cluster.hosts[0].pull(SEGMENT, 5).unwrap();
     cluster.hosts[0].discard(SEGMENT).unwrap();
     for _ in 0..2 {

@@ -1,5 +1,5 @@
-//! A program keeps a list in a segment, and another one goes on with it: the pointers are valid,
-//! and the pages come when they are touched.
+//! A program builds a list in a segment, and another one continues with it: the pointers are valid,
+//! and the pages are pulled when they are accessed.
 
 mod support;
 
@@ -21,7 +21,8 @@ const ADDRESS: usize = ARENA_START;
 /// Words of an entry: the address of the next one, and a number.
 const ENTRY_WORDS: usize = 2;
 const ENTRIES: usize = BYTES / 8 / ENTRY_WORDS;
-/// A step through the list that visits all entries, far apart.
+/// Entries between an entry and the next one in the list. The list visits all entries, and
+/// neighbours in it are far apart.
 const STRIDE: usize = 7919;
 
 fn hosts<const N: usize>(records: &Records) -> [SegmentHost; N] {
@@ -32,7 +33,7 @@ fn hosts<const N: usize>(records: &Records) -> [SegmentHost; N] {
     })
 }
 
-/// Makes a ring of all entries, whose pointers are addresses.
+/// Links all entries to a ring by their addresses.
 fn build(words: &[AtomicU64]) {
     for entry in 0..ENTRIES {
         let next = (entry + STRIDE) % ENTRIES * ENTRY_WORDS;
@@ -53,7 +54,8 @@ fn walk(words: &[AtomicU64], count: usize, visits: u64) {
     }
 }
 
-/// What a program does with a segment that it has received: its faults are served meanwhile.
+/// Runs `program` with the mapping of a segment that it has received, whose faults are served.
+/// Returns how long the withdrawal took.
 fn use_armed<'a>(
     arena: &'a Arena,
     host: &SegmentHost,
@@ -72,7 +74,7 @@ fn use_armed<'a>(
     took
 }
 
-fn pass_on(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
+fn transfer(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
     from.connect(SEGMENT, &name(to)).unwrap();
     let began = Instant::now();
     from.transfer(SEGMENT).unwrap();
@@ -100,12 +102,13 @@ fn a_list_moves_between_programs_with_its_pointers() {
     walk(mapping.words(), ENTRIES, 1);
     mapping.withdraw().unwrap();
     drop(mapping);
-    // It moves on before all pages have followed, several times, and returns to its first host.
+    // The segment is handed over several times before all pages are pulled, and returns to its
+    // first host.
     let mut owner = 0;
     for (visits, to) in (2..).zip([1, 2, 0, 1, 0, 2]) {
-        let (memory, took) = pass_on(&hosts[owner], &hosts[to]);
+        let (memory, took) = transfer(&hosts[owner], &hosts[to]);
         owner = to;
-        // The first entries are changed each time, and lie on different pages.
+        // The program changes the first entries each time, which are on different pages.
         let pulls_ahead = visits % 2 == 0;
         let walk_some = |mapping: &mut Mapping<'_>| walk(mapping.words(), 700, visits);
         let away = use_armed(&arena, &hosts[to], &memory, pulls_ahead, walk_some);
@@ -114,12 +117,12 @@ fn a_list_moves_between_programs_with_its_pointers() {
     let began = Instant::now();
     hosts[owner].pull_all(SEGMENT).unwrap();
     println!("{BYTES} bytes at most pulled in {:?}", began.elapsed());
-    let (memory, _) = pass_on(&hosts[owner], &hosts[1]);
+    let (memory, _) = transfer(&hosts[owner], &hosts[1]);
     use_armed(&arena, &hosts[1], &memory, false, |mapping| walk(mapping.words(), 700, 8));
     let began = Instant::now();
     hosts[1].pull_all(SEGMENT).unwrap();
     println!("the rest of {BYTES} bytes pulled in {:?}", began.elapsed());
-    // All is here: plain memory, and each number tells how often it was visited.
+    // All pages are present. Each number counts the visits of its entry.
     let mapping = Mapping::new(&arena, ADDRESS, BYTES, memory.fd()).unwrap();
     walk(mapping.words(), 700, 9);
     let numbers = mapping.words().iter().skip(1).step_by(ENTRY_WORDS);
@@ -128,7 +131,7 @@ fn a_list_moves_between_programs_with_its_pointers() {
 }
 
 #[test]
-fn a_page_that_was_never_written_is_zero_wherever_it_is_touched() {
+fn a_page_that_was_never_written_is_zero_at_each_host() {
     let records = Records::new();
     let hosts: [SegmentHost; 2] = hosts(&records);
     let arena = Arena::reserve().unwrap();
@@ -136,26 +139,26 @@ fn a_page_that_was_never_written_is_zero_wherever_it_is_touched() {
     let is_zero = |mapping: &mut Mapping<'_>, page: usize| {
         assert_eq!(mapping.words()[page * 512].load(Ordering::Relaxed), 0);
     };
-    // At the target, back at the source, where it is a hole of the file, and a page seen by both.
+    // At the target, then back at the source, where the page is a hole of the file; page 3 is read
+    // at both.
     for (from, to, pages) in [(0, 1, [3, 4]), (1, 0, [3, 5])] {
-        let (memory, _) = pass_on(&hosts[from], &hosts[to]);
+        let (memory, _) = transfer(&hosts[from], &hosts[to]);
         use_armed(&arena, &hosts[to], &memory, false, |mapping| {
             pages.into_iter().for_each(|page| is_zero(mapping, page));
         });
     }
 }
 
-/// A touch that is in the queue before the faults are served is the first that is read.
 #[test]
-fn a_touch_before_the_faults_are_served_goes_on() {
+fn a_fault_from_before_the_faults_are_served_is_served() {
     let records = Records::new();
     let hosts: [SegmentHost; 2] = hosts(&records);
     let arena = Arena::reserve().unwrap();
     let _memory = hosts[0].allocate(SEGMENT, BYTES as u64, &name(&hosts[0])).unwrap();
     for turn in 0..100 {
         let to = &hosts[(turn + 1) % 2];
-        let (memory, _) = pass_on(&hosts[turn % 2], to);
-        // The touch of a page that is here is answered sooner than that of one which is not.
+        let (memory, _) = transfer(&hosts[turn % 2], to);
+        // A fault on a present page is resolved sooner than one on a missing page.
         if turn % 3 > 0 {
             to.pull(SEGMENT, u32::try_from(turn).unwrap()).unwrap();
         }

@@ -1,5 +1,5 @@
-//! Random orders of touches, READs and hand-overs. READs take their time, so pages could be torn,
-//! old, or lost; each touch compares the page with what was written last.
+//! Random orders of touches, READs and hand-overs. A READ has several steps, so pages could be
+//! torn, outdated or lost. Each touch compares the page with the value that was written last.
 
 use std::collections::HashMap;
 
@@ -12,20 +12,20 @@ const HOSTS: usize = 3;
 const PAGES: u32 = 3;
 const STEPS: usize = 120;
 
-/// The steps of pulling; the others are of ownership.
+/// The mutations of this crate.
 const MUTATIONS: [Mutation; 4] =
     [Mutation::ReadTwice, Mutation::ReadOntoOlder, Mutation::AcceptBusy, Mutation::TrustCopy];
 
-/// Two halves, which a READ takes one after the other.
+/// The two halves of a page, which a READ copies one after the other.
 type Page = [u64; 2];
 
-/// A READ on its way.
+/// A READ in flight.
 #[derive(Clone, Copy, Debug)]
 struct Read {
     by: usize,
     generation: u64,
     order: ReadOrder,
-    /// Steps that it has made.
+    /// Number of steps that the READ has made.
     stage: usize,
     was_present: bool,
 }
@@ -35,7 +35,7 @@ struct World {
     memory: Vec<Vec<Page>>,
     /// The pages that are present in each copy.
     present: HashMap<Link, Vec<bool>>,
-    /// The pullers of all generations that have READs on their way, by generation.
+    /// The pullers of all generations, by generation.
     pullers: HashMap<u64, Puller>,
     reads: Vec<Read>,
     owner: Link,
@@ -43,7 +43,7 @@ struct World {
     truth: Vec<u64>,
     touches: u64,
     moves: u64,
-    /// The page that a puller has given up, although no host has died.
+    /// A page that a puller has reported lost, although no host has died.
     lost: Option<u32>,
 }
 
@@ -85,7 +85,7 @@ impl World {
         usize::from(self.owner.at.host)
     }
 
-    /// One step. Returns what was wrong.
+    /// Performs one random step. Fails if a page is lost or has wrong bytes.
     fn step(&mut self) -> Result<(), String> {
         match self.below(10) {
             0..3 => self.touch()?,
@@ -94,7 +94,7 @@ impl World {
                 let step = puller.and_then(Puller::ahead);
                 self.perform(self.owner, step);
             }
-            4 => self.move_on(),
+            4 => self.transfer(),
             _ if !self.reads.is_empty() => {
                 let at = self.below(self.reads.len());
                 self.advance(at);
@@ -104,7 +104,7 @@ impl World {
         self.lost.map_or(Ok(()), |page| Err(format!("page {page} is lost")))
     }
 
-    /// The program reads or writes a page, or waits for it.
+    /// Touches a page: the program reads or writes it if it is present, and otherwise waits for it.
     fn touch(&mut self) -> Result<(), String> {
         let page = u32::try_from(self.below(PAGES as usize)).unwrap();
         let (at, host) = (page as usize, self.host());
@@ -125,14 +125,14 @@ impl World {
         Ok(())
     }
 
-    fn move_on(&mut self) {
+    fn transfer(&mut self) {
         let to = (self.host() + 1 + self.below(HOSTS - 1)) % HOSTS;
         let is_busy = self.reads.iter().any(|read| read.by == to);
         if is_busy && !Mutation::AcceptBusy.is_active() {
             return;
         }
         let owner = Link { at: life(to), generation: self.owner.generation + 1 };
-        // A segment of which all pages are here has one copy.
+        // If all pages are present at the owner, the lineage is its copy alone.
         let is_whole = self.present[&self.owner].iter().all(|is_present| *is_present);
         let lineage = if is_whole { Lineage::whole(self.owner) } else { self.lineage.clone() };
         let Some(lineage) = lineage.handed_to(owner) else { return };
@@ -159,7 +159,7 @@ impl World {
         }
     }
 
-    /// A READ makes a step.
+    /// Performs the next step of a READ.
     fn advance(&mut self, at: usize) {
         let Read { by, order: ReadOrder { page, from, mode, .. }, stage, .. } = self.reads[at];
         let is_present = self.present[&from][page as usize] || Mutation::TrustCopy.is_active();
@@ -184,11 +184,11 @@ impl World {
     }
 }
 
-/// The touches and moves of a schedule, or what was wrong.
+/// Plays a schedule. Returns the numbers of touches and hand-overs, or the fault.
 fn run(seed: u64) -> Result<(u64, u64), String> {
     let mut world = World::new(seed);
     (0..STEPS).try_for_each(|_| world.step())?;
-    // All can be had at the end.
+    // All pages can be pulled at the end.
     while let Some(page) = (0..PAGES).find(|page| !world.present[&world.owner][*page as usize]) {
         let step = world.pullers.get_mut(&world.owner.generation).unwrap().demand(page);
         world.perform(world.owner, step);
@@ -208,7 +208,7 @@ fn run(seed: u64) -> Result<(u64, u64), String> {
 }
 
 #[test]
-fn every_touch_finds_what_was_written_last() {
+fn each_touch_reads_the_value_that_was_written_last() {
     let (mut touches, mut moves) = (0, 0);
     for seed in 0..20_000 {
         match run(seed) {
@@ -221,10 +221,10 @@ fn every_touch_finds_what_was_written_last() {
 }
 
 #[test]
-fn each_mutation_is_noticed() {
+fn each_mutation_is_detected() {
     for mutation in MUTATIONS {
         let seed = mutation.while_active(|| (0..2000).find(|seed| run(*seed).is_err()));
         println!("{mutation:?}: seed {seed:?}");
-        assert!(seed.is_some(), "{mutation:?} goes unnoticed");
+        assert!(seed.is_some(), "{mutation:?} is not detected");
     }
 }

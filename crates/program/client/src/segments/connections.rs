@@ -23,9 +23,9 @@ pub(super) struct Connections {
     pub end_watch: AgentEndWatch,
     /// The time for which the process may use its segments without an answer of an agent.
     pub grace: Duration,
-    /// The segments that the process still has, of those that it named.
+    /// The segments that the process still has, of those that it named in [`Call::Open`].
     pub still_held: Vec<u64>,
-    /// The segments whose hand-over is under way, of those that it named.
+    /// The segments whose hand-over is in progress, of those that the process named.
     pub awaited: Vec<u64>,
 }
 
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_answer_is_awaited_beyond_the_deadline() {
+    fn the_timeout_of_an_answer_ends_at_the_deadline() {
         let now = BootInstant::now();
         let at = |ms| Some(now + Duration::from_millis(ms));
         assert_eq!(answer_timeout(None, now), ANSWER_TIMEOUT);

@@ -77,7 +77,7 @@ impl<F: FnMut(&Call) -> Result<Answer, Error>> AgentEnvironment<'_, F> {
         })
     }
 
-    /// Converts the result of an operation. The error of a call to the agent has precedence.
+    /// Converts the result of an operation. If a call to the agent has failed, returns its error.
     fn outcome<T>(self, outcome: Result<T, CopyError>) -> Result<T, Error> {
         outcome.map_err(|error| self.failure.unwrap_or_else(|| error.into()))
     }
@@ -260,7 +260,7 @@ impl<'a> Segment<'a> {
     /// A single copy may be on the machine of the target.
     ///
     /// # Errors
-    /// As [`Self::sync`] and [`Self::transfer`].
+    /// The errors of [`Self::sync`] and [`Self::transfer`].
     pub fn sync_and_transfer(mut self, copies: usize) -> Result<Synced, TransferFailure<'a>> {
         match self.sync(copies) {
             Ok(synced) => self.transfer().map(|()| synced),

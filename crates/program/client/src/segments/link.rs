@@ -128,8 +128,8 @@ impl AgentLink {
         self.ask_then(AgentSocket::Calls, call, |answer, fds, _| Ok((answer, fds)))
     }
 
-    /// Sends a call as [`Self::ask`], and passes the answer to `then`. No other call is sent on the
-    /// same socket before `then` returns.
+    /// Sends a call like [`Self::ask`], and passes the answer to `then`. No other call is sent on
+    /// the same socket before `then` returns.
     pub fn ask_then<T>(
         &self,
         socket: AgentSocket,

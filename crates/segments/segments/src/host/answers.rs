@@ -1,4 +1,4 @@
-//! Answers other agents, in the thread of the target that receives their messages.
+//! Answers the requests of other agents, in the target's thread that receives their messages.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,7 +15,8 @@ use crate::pulling::{Lineage, Link, Puller};
 use aquifer_ownership::{Holder, Holding, Input, Message, Output};
 
 impl HostShared {
-    /// Answers another agent.
+    /// Answers a request of another agent. Returns `None` if it is for another life of this host,
+    /// or cannot be served.
     pub(super) fn answer(&self, request: &Request) -> Option<Answer> {
         let Request { segment, from, to, ask } = request;
         let from = if let Ask::Fence { source, .. } = ask { source } else { from };
@@ -73,13 +74,14 @@ impl HostShared {
         Answer::of(message)
     }
 
-    /// The entry of a segment, with memory if it is to be prepared.
+    /// Returns the entry of a segment. For [`Ask::Prepare`], its memory is allocated, and the
+    /// result is `None` if that fails.
     pub(super) fn entry_for(&self, segment: SegmentKey, ask: &Ask) -> Option<SharedSegment> {
         let entry = self.segments.get_or_add(segment, self.own);
         if let Ask::Prepare { bytes, .. } = ask
             && entry.lock().bytes() != Some(*bytes)
         {
-            // A copy of another length is of a segment that had this number and was deallocated.
+            // A copy of another length belongs to a deallocated segment with the same number.
             let is_idle = |entry: &Segment| {
                 matches!(entry.holder.holding(), Holding::Absent | Holding::Prepared { .. })
             };
@@ -94,9 +96,9 @@ impl HostShared {
                 Some(Ok(memory)) => entry.lock().memory = Some(memory),
                 refused => {
                     if let Some(Err(error)) = refused {
-                        tracing::warn!(%error, "no memory for a segment");
+                        tracing::warn!(%segment, %error, "cannot allocate memory for a segment");
                     }
-                    // Nothing was decided of it.
+                    // No hand-over of it was decided, so the entry can be forgotten.
                     let absent = Holder::absent(self.own);
                     self.segments.remove_if(segment, &entry, |entry| entry.holder == absent);
                     return None;
@@ -119,7 +121,7 @@ impl HostShared {
         entry.puller = Some(Puller::new(self.own, memory.pages(), lineage));
     }
 
-    /// Where a copy is now.
+    /// Returns where this host's copy of a generation can be read; `None` if there is none.
     fn place_of(&self, segment: SegmentKey, generation: u64) -> Option<CopyPlace> {
         let entry = self.segments.get(segment)?;
         let entry = entry.lock();
@@ -133,14 +135,14 @@ impl HostShared {
     }
 }
 
-/// Answers messages as long as the host exists.
+/// The handler of messages from other agents. Answers `null` once the host is dropped.
 #[derive(Debug)]
 pub(super) struct Handler(pub Weak<HostShared>);
 
 impl MessageHandler for Handler {
     fn handle(&self, from: MessageSender, message: &[u8], answer: &mut Vec<u8>) {
         let request = serde_json::from_slice::<Request>(message).ok();
-        // The source that a request names must be the host that has sent it.
+        // The sender that a request names must be the host that has sent the message.
         let request = request.filter(|request| {
             (from.who.host, from.who.epoch) == (Host(request.from.host), request.from.epoch)
         });

@@ -9,7 +9,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::SegmentKey;
 
-/// What has arrived, in order.
+/// The queue of arrived segments and of requests to hand segments over, in order, and the
+/// connections that wait for them.
 #[derive(Debug, Default)]
 pub(super) struct Arrivals {
     queue: Mutex<Queue>,
@@ -22,38 +23,40 @@ struct Queue {
     waiters: Vec<Waiter>,
 }
 
-/// A segment that has arrived, or is wanted from its process, and the name of that.
+/// An entry of the queue: a segment that has arrived for a process, or that is requested from it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Arrived {
     segment: SegmentKey,
     process: String,
-    /// The process that is to have it.
+    /// The process that requests the segment; `None` if the segment has arrived.
     wanted_by: Option<String>,
 }
 
-/// What a process is told.
+/// An event for a process.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum News {
-    /// A segment is its from now on.
+pub(super) enum ProcessEvent {
+    /// The process owns a segment from now on.
     Arrived(SegmentKey),
-    /// It is wanted to hand a segment over to another process.
+    /// Another process, the one with the given name, requests a segment.
     Asked(SegmentKey, String),
 }
 
-/// A connection of a process that waits for a segment. The answer is sent by the thread in which
-/// one arrives, without the wake-up of another.
+/// A connection of a process that waits for a segment. The thread in which a segment arrives sends
+/// the answer itself, so that no other thread has to wake up.
 #[derive(Clone, Debug)]
 pub(super) struct Waiter {
     pub tenant: u32,
     pub process: String,
     pub socket: Arc<OwnedFd>,
-    /// Whether it also waits for requests to hand a segment over.
+    /// Whether the process also waits for requests to hand a segment over.
     pub requests: bool,
 }
 
 impl Arrivals {
-    /// Adds a segment, unless a connection waits for it, which is returned and waits no more: the
-    /// caller answers it, or calls [`Self::put_back`].
+    /// Adds a segment that has arrived for a process, unless a connection of the process waits.
+    ///
+    /// A waiting connection is removed and returned: the caller must answer it, or call
+    /// [`Self::put_back`] or [`Self::wait_again`].
     #[must_use]
     pub fn add(&self, segment: SegmentKey, process: &str) -> Option<Waiter> {
         let mut queue = self.queue.lock();
@@ -67,7 +70,8 @@ impl Arrivals {
         None
     }
 
-    /// Adds a request to hand a segment over, in the same way. It replaces an earlier one.
+    /// Adds a request to hand a segment over, which replaces an earlier request for the segment.
+    /// If a connection of its process waits for requests, it is removed and returned instead.
     #[must_use]
     pub fn request(&self, segment: SegmentKey, process: &str, wanted_by: &str) -> Option<Waiter> {
         let mut queue = self.queue.lock();
@@ -83,7 +87,7 @@ impl Arrivals {
         None
     }
 
-    /// Adds a segment before all others, because its process has not got it.
+    /// Adds a segment at the front of the queue, because its process did not receive the answer.
     pub fn put_back(&self, segment: SegmentKey, process: &str) {
         let mut queue = self.queue.lock();
         queue.arrived.retain(|arrived| arrived.segment != segment || arrived.wanted_by.is_some());
@@ -91,13 +95,14 @@ impl Arrivals {
         self.has_arrived.notify_all();
     }
 
-    /// Has a connection wait on, to which nothing was answered.
-    pub fn wait_on(&self, waiter: Waiter) {
+    /// Adds a connection again that [`Self::add`] has returned and that was not answered.
+    pub fn wait_again(&self, waiter: Waiter) {
         self.queue.lock().waiters.push(waiter);
     }
 
-    /// Takes the first news for a process; if there are none, its connection waits.
-    pub fn next_or_wait(&self, waiter: Waiter) -> Option<News> {
+    /// Removes and returns the first event for a process. If there is none, adds its connection to
+    /// those that wait.
+    pub fn next_or_wait(&self, waiter: Waiter) -> Option<ProcessEvent> {
         let mut queue = self.queue.lock();
         let next = queue.next(waiter.tenant, &waiter.process, waiter.requests);
         if next.is_none() {
@@ -106,32 +111,33 @@ impl Arrivals {
         next
     }
 
-    /// Has a connection wait no more. Returns false if it did not: it was or will be answered.
+    /// Removes a connection from those that wait. Returns false if it was not among them: another
+    /// thread has answered it or is about to.
     #[must_use]
-    pub fn leave(&self, socket: &Arc<OwnedFd>) -> bool {
+    pub fn cancel_wait(&self, socket: &Arc<OwnedFd>) -> bool {
         let mut queue = self.queue.lock();
         let at = queue.waiters.iter().position(|waiter| Arc::ptr_eq(&waiter.socket, socket));
         at.map(|at| queue.waiters.remove(at)).is_some()
     }
 
-    /// Takes the first segment for a process, and waits for it.
+    /// Waits until a segment has arrived for a process, and removes it from the queue.
     pub fn wait(&self, tenant: u32, process: &str, timeout: Duration) -> Option<SegmentKey> {
-        let is_its = |arrived: &Arrived| arrived.is_of(tenant, process) && arrived.wanted_by.is_none();
-        let must_wait = |queue: &mut Queue| !queue.arrived.iter().any(is_its);
+        let is_match = |arrived: &Arrived| arrived.is_of(tenant, process) && arrived.wanted_by.is_none();
+        let must_wait = |queue: &mut Queue| !queue.arrived.iter().any(is_match);
         let mut queue = self.queue.lock();
         let _late = self.has_arrived.wait_while_for(&mut queue, must_wait, timeout);
         match queue.next(tenant, process, false)? {
-            News::Arrived(segment) => Some(segment),
-            News::Asked(..) => None,
+            ProcessEvent::Arrived(segment) => Some(segment),
+            ProcessEvent::Asked(..) => None,
         }
     }
 
-    /// Forgets a segment that its process has in another way.
+    /// Removes the entries of a segment, because its process has received it in another way.
     pub fn forget(&self, segment: SegmentKey) {
         self.queue.lock().arrived.retain(|arrived| arrived.segment != segment);
     }
 
-    /// Forgets all segments of a process.
+    /// Removes the entries and the waiting connections of a process.
     pub fn forget_process(&self, tenant: u32, process: &str) {
         let mut queue = self.queue.lock();
         queue.arrived.retain(|arrived| !arrived.is_of(tenant, process));
@@ -140,12 +146,12 @@ impl Arrivals {
 }
 
 impl Queue {
-    fn next(&mut self, tenant: u32, process: &str, requests: bool) -> Option<News> {
-        let is_its =
+    fn next(&mut self, tenant: u32, process: &str, requests: bool) -> Option<ProcessEvent> {
+        let is_match =
             |arrived: &Arrived| arrived.is_of(tenant, process) && (requests || arrived.wanted_by.is_none());
-        let at = self.arrived.iter().position(is_its)?;
+        let at = self.arrived.iter().position(is_match)?;
         let Arrived { segment, wanted_by, .. } = self.arrived.remove(at)?;
-        Some(wanted_by.map_or(News::Arrived(segment), |by| News::Asked(segment, by)))
+        Some(wanted_by.map_or(ProcessEvent::Arrived(segment), |by| ProcessEvent::Asked(segment, by)))
     }
 }
 

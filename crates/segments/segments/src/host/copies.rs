@@ -1,5 +1,5 @@
-//! Copies of segments on memory nodes: where they are, and what is restored from them. Programs
-//! write and read them by themselves.
+//! Copies of segments on memory nodes: their records, and the restore of lost segments from them.
+//! The programs read and write the copies themselves.
 
 use std::collections::BTreeSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,14 +18,14 @@ use super::{SegmentError, SegmentHost, SegmentKey};
 use crate::pulling::Puller;
 use aquifer_ownership::{Evidence, Holding, Life};
 
-/// What a program knows of the copies of a segment.
+/// The record of a segment's copies, with the nodes and the memory that a program needs for a sync.
 #[derive(Debug)]
 pub struct Copies {
     /// The directory's record.
     pub record: Option<CopyRecord>,
-    /// The nodes of other machines that could have copies, the best ones first.
+    /// The nodes of other machines that can store copies, in the segment's order of preference.
     pub nodes: Vec<u16>,
-    /// Those of this machine.
+    /// The nodes of this machine that can store copies, in the same order.
     pub nodes_here: Vec<u16>,
     /// The memory of the segment, if it is owned here.
     pub memory: Option<OwnedFd>,
@@ -34,16 +34,16 @@ pub struct Copies {
 /// A segment that is being restored.
 #[derive(Debug)]
 pub struct Restoring {
-    /// Its first address.
+    /// The segment's first address in the arena.
     pub address: u64,
-    /// Zeros, into which a program writes the bytes of a copy.
+    /// Zeroed memory, into which a program writes the bytes of a copy.
     pub data: Arc<Memory>,
-    /// Where the copies are.
+    /// The record of the copies.
     pub record: CopyRecord,
 }
 
 impl SegmentHost {
-    /// The copies of a segment that is owned here, or that no live host owns.
+    /// Returns the copies of a segment that is owned here, or that no live host owns.
     ///
     /// # Errors
     /// If another host may own it, or the directory fails.
@@ -66,10 +66,10 @@ impl SegmentHost {
         Ok(Copies { record, nodes, nodes_here, memory })
     }
 
-    /// The copies of the segments of users, the first `max` after a segment.
+    /// Lists the copies of the users' segments: the first `max` after the segment `above`.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn list_copies(
         &self,
         users: &BTreeSet<u32>,
@@ -99,7 +99,8 @@ impl SegmentHost {
         Ok(list)
     }
 
-    /// The nodes of other machines, and those of this one; in another order for each segment.
+    /// Returns the nodes of other machines and those of this one, in an order that depends on the
+    /// segment.
     fn copy_nodes(&self, segment: SegmentKey) -> Result<(Vec<u16>, Vec<u16>), SegmentError> {
         let mut nodes = self.shared.registry.heap_nodes()?;
         nodes.sort_by_cached_key(|node| {
@@ -116,7 +117,8 @@ impl SegmentHost {
     /// owns.
     ///
     /// # Errors
-    /// If another host may own it, the record is another one by now, or the directory fails.
+    /// If another host may own the segment, the record was changed meanwhile, or the directory
+    /// fails.
     pub fn set_copies(
         &self,
         segment: SegmentKey,
@@ -128,13 +130,13 @@ impl SegmentHost {
         }
         let (author, _alone) = match self.owned(segment) {
             Ok(entry) => {
-                self.settle(segment, &entry);
+                self.wait_until_confirmed(segment, &entry);
                 (Author::Owner(self.shared.own), None)
             }
             // A new owner's record must not be taken for one that this host does not hold.
             Err(_) => {
                 let alone = self.shared.creating.lock();
-                (Author::Finder(self.shared.evidence(segment)?), Some(alone))
+                (Author::Other(self.shared.evidence(segment)?), Some(alone))
             }
         };
         match self.shared.registry.set_copies(segment, author, revision, record)? {
@@ -145,11 +147,11 @@ impl SegmentHost {
         }
     }
 
-    /// Begins to restore a lost segment.
+    /// Begins to restore a lost segment. Replaces an earlier attempt of the same process.
     ///
     /// # Errors
-    /// If a host may own it, another process of this host restores it, there are no copies, the
-    /// tenant has too much, or the system refuses.
+    /// If a host may own the segment, another process of this host restores it, there are no
+    /// copies, the tenant would exceed a limit, or the system refuses.
     pub fn begin_restore(&self, segment: SegmentKey, process: &str) -> Result<Restoring, SegmentError> {
         let shared = &self.shared;
         let evidence = shared.evidence(segment)?;
@@ -173,11 +175,12 @@ impl SegmentHost {
         Ok(Restoring { address, data, record })
     }
 
-    /// A process owns a segment whose memory has the bytes of a copy by now.
+    /// Completes [`Self::begin_restore`]: the memory has the bytes of a copy, and the process owns
+    /// the segment from now on.
     ///
     /// # Errors
-    /// [`SegmentError::NotRestoring`] if the agent was restarted meanwhile. If a host owns it, or
-    /// the copies have changed. If the directory fails, it may be tried again.
+    /// [`SegmentError::NotRestoring`] if the agent was restarted meanwhile, and errors if a host
+    /// owns the segment or the copies have changed. If the directory fails, the caller may retry.
     pub fn finish_restore(&self, segment: SegmentKey, process: &str) -> Result<Arrival, SegmentError> {
         let shared = &self.shared;
         let _alone = shared.creating.lock();
@@ -188,9 +191,9 @@ impl SegmentHost {
         });
         let error = match restored {
             Ok(Restoration::Owned { address, generation }) => {
-                return Ok(self.own_new(segment, process, restoring.memory, address, generation));
+                return Ok(self.add_owned(segment, process, restoring.memory, address, generation));
             }
-            // It may be owned already, by a transaction without an answer.
+            // A transaction without an answer may have recorded the owner already.
             Err(error) => {
                 shared.restores.add(segment, restoring);
                 return Err(error);
@@ -203,13 +206,13 @@ impl SegmentHost {
         Err(error)
     }
 
-    /// Gives up what a process was restoring that has ended.
+    /// Aborts all restores of a process that has ended.
     pub fn end_restores(&self, tenant: u32, process: &str) {
         let segments = self.shared.restores.of_process(tenant, process);
         segments.into_iter().for_each(|segment| self.end_restore(segment, process));
     }
 
-    /// Gives up what a process was restoring.
+    /// Aborts the restore of a segment by a process, and frees the memory.
     pub fn end_restore(&self, segment: SegmentKey, process: &str) {
         self.shared
             .restores
@@ -218,10 +221,11 @@ impl SegmentHost {
             .for_each(|restoring| self.shared.memories.free(&restoring.memory));
     }
 
-    /// Gives up a segment that has copies: it is lost then, and can be restored from them.
+    /// Releases a segment that has copies: no process owns it then, and it can be restored from
+    /// them.
     ///
     /// # Errors
-    /// If there are none, or those of [`Self::deallocate`].
+    /// If there are no copies, and the errors of [`Self::deallocate`].
     pub fn give_up(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let copies = self.shared.registry.copies(segment)?;
         if !copies.is_some_and(|copies| copies.has_copies()) {
@@ -232,7 +236,7 @@ impl SegmentHost {
 }
 
 impl HostShared {
-    /// What this host knows of a segment that is not owned here.
+    /// Returns this host's evidence that a segment, which is not owned here, may be lost.
     pub(super) fn evidence(&self, segment: SegmentKey) -> Result<Evidence, SegmentError> {
         let Some(record) = self.registry.find(segment)? else { return Ok(Evidence::default()) };
         let is_here = self.segments.get(segment).is_some_and(|entry| {
@@ -250,8 +254,8 @@ impl HostShared {
         Ok(Evidence { refused, unheld })
     }
 
-    /// Has the target of a hand-over, whose source is dead, say whether it has received the
-    /// segment, and accept it no more if not.
+    /// Fences a hand-over whose source is dead: returns true if the target `to` has not received
+    /// the segment, and refuses it from now on.
     fn is_refused(&self, segment: SegmentKey, source: Life, to: Life, generation: u64) -> bool {
         let ask = Ask::Fence { source, generation };
         let request = Request { segment, from: self.own, to, ask };
@@ -259,7 +263,7 @@ impl HostShared {
         answer == Some(Answer::NotReceived)
     }
 
-    /// Gives up a copy of a lost segment that this host has had once.
+    /// Frees this host's copy of a lost segment, if it has one from an earlier ownership.
     fn close_idle(&self, segment: SegmentKey) {
         let Some(entry) = self.segments.get(segment) else { return };
         let idle = {

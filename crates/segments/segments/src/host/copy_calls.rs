@@ -1,4 +1,4 @@
-//! Answers what programs ask about copies of segments.
+//! Answers the calls of programs about copies of segments.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -9,15 +9,15 @@ use super::copies::{Copies, Restoring};
 use super::programs::{answer, answer_segment, failed, frame_of, next_call};
 use super::{SegmentError, SegmentHost, SegmentKey};
 
-/// Serves a connection of a tenant that is about segments which no live host owns, and whose first
-/// call was received.
+/// Serves a connection for calls about segments of a tenant that no live host owns. `first` is the
+/// call that was received already.
 pub(super) fn serve_without_owner(host: &SegmentHost, socket: &OwnedFd, tenant: u32, first: Call) {
     let mut call = Some(first);
     while let Some(next) = call {
         let id = match &next {
             Call::Copies { id } | Call::SetCopies { id, .. } => *id,
             _ => {
-                answer(socket, &Answer::Failed("this connection is for copies".into()));
+                answer(socket, &Answer::Failed("this connection serves only calls about copies".into()));
                 return;
             }
         };
@@ -30,8 +30,8 @@ pub(super) fn serve_without_owner(host: &SegmentHost, socket: &OwnedFd, tenant: 
     }
 }
 
-/// Answers a call about the copies of a segment of which the process may know. Returns false if the
-/// program has closed the connection.
+/// Answers a call about the copies of a segment. The caller has checked that the process may access
+/// them. Returns false if the program has closed the connection.
 pub(super) fn answer_call(
     host: &SegmentHost,
     socket: &OwnedFd,
@@ -46,7 +46,7 @@ pub(super) fn answer_call(
         }
         Call::Restore { .. } => match host.begin_restore(segment, process) {
             Ok(restoring) => Ok(answer_restoring(socket, &restoring)),
-            // The host that had it may have died a moment ago.
+            // The last owner's host may have died a moment ago: the program retries.
             Err(SegmentError::Exists(_)) => Ok(answer(socket, &Answer::Nothing)),
             Err(SegmentError::NoCopies(_)) => Ok(answer(
                 socket,
@@ -55,19 +55,19 @@ pub(super) fn answer_call(
             Err(error) => Err(error),
         },
         Call::Restored { is_repeated, .. } => {
-            // An earlier process of the agent may have done it.
+            // An earlier process of the agent may have finished the restore.
             let again = is_repeated.then(|| host.shared.arrival_for(segment, process)).flatten();
             if again.is_some() {
                 host.shared.arrivals.forget(segment);
             }
             match again.map_or_else(|| host.finish_restore(segment, process), Ok) {
                 Ok(arrival) => Ok(answer_segment(socket, &arrival)),
-                // The process is to begin again.
+                // The process must begin the restore again.
                 Err(SegmentError::NotRestoring(_)) => Ok(answer(socket, &Answer::Nothing)),
                 Err(error) => Err(error),
             }
         }
-        _ => return answer(socket, &Answer::Failed("this connection is not for that".into())),
+        _ => return answer(socket, &Answer::Failed("this call is not about copies".into())),
     };
     answered.unwrap_or_else(|error| answer(socket, &failed(&error)))
 }

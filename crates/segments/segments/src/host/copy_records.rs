@@ -1,4 +1,4 @@
-//! The directory's records of where copies of segments are.
+//! The directory's records of the copies of segments on memory nodes.
 
 use aquifer_arena::copies::CopyRecord;
 use aquifer_directory::{Compare, DirectoryError, KeyOperation, Transaction, names};
@@ -7,60 +7,60 @@ use super::SegmentKey;
 use super::registry::{ATTEMPTS_MAX, Registry};
 use aquifer_ownership::{Evidence, Life, SegmentRecord};
 
-/// Which host changes the record of a segment's copies.
+/// The host that changes the record of a segment's copies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Author {
     /// The owner of the segment.
     Owner(Life),
-    /// Any host, if the segment is lost. It only frees copies.
-    Finder(Evidence),
+    /// Any host, if the segment is lost. The change may only free copies.
+    Other(Evidence),
 }
 
-/// What has become of a change.
+/// The result of a request to replace the record of a segment's copies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CopiesChange {
-    /// It is made.
+    /// The record was replaced, or was equal already.
     Done,
     /// Another host owns the segment, or may own it.
     NotOwner,
-    /// The record is another one than the one that was to be replaced.
+    /// The record was changed meanwhile.
     Changed,
-    /// Others change the same records all the time.
+    /// Each attempt failed because another host changed the same records.
     Busy,
 }
 
-/// What has become of a request to own a segment that is restored.
+/// The result of a request to own a segment that is restored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Restoration {
-    /// The host owns it.
+    /// The host owns the segment.
     Owned {
-        /// Its first address.
+        /// The segment's first address.
         address: u64,
-        /// Its hand-overs have numbers above this one.
+        /// The number above which the segment's hand-overs are numbered.
         generation: u64,
     },
-    /// A live host may own it.
+    /// A live host may own the segment.
     Exists,
-    /// The copies are others than those that were read.
+    /// The record of the copies was changed since they were read.
     Changed,
-    /// Others change the same records all the time.
+    /// Each attempt failed because another host changed the same records.
     Busy,
 }
 
 impl Registry {
-    /// The copies of a segment.
+    /// Returns the record of a segment's copies.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn copies(&self, segment: SegmentKey) -> Result<Option<CopyRecord>, DirectoryError> {
         Ok(self.copies_entry(segment)?.0)
     }
 
-    /// The segments of a tenant that have addresses: those that there are, and lost ones with
+    /// Lists the segments of a tenant that have addresses: those that exist, and lost ones with
     /// copies.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn segments_with_addresses(&self, tenant: u32) -> Result<Vec<SegmentKey>, DirectoryError> {
         let ranges = self.ranges(tenant)?.0.ranges;
         Ok(ranges.keys().map(|id| SegmentKey { tenant, id: *id }).collect())
@@ -69,31 +69,32 @@ impl Registry {
     /// Whether no live host owns a segment, or can get it by a hand-over.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn is_lost(&self, segment: SegmentKey, evidence: Evidence) -> Result<bool, DirectoryError> {
-        Ok(self.end_of_lost(segment, evidence, &mut Vec::new())?.is_some())
+        Ok(self.next_generation_if_lost(segment, evidence, &mut Vec::new())?.is_some())
     }
 
-    /// The first address and the length of a segment.
+    /// Returns the first address and the length of a segment.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn range(&self, segment: SegmentKey) -> Result<Option<(u64, u64)>, DirectoryError> {
         Ok(self.ranges(segment.tenant)?.0.ranges.get(&segment.id).copied())
     }
 
-    /// The nodes that serve heaps.
+    /// Lists the nodes that serve heaps.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn heap_nodes(&self) -> Result<Vec<u16>, DirectoryError> {
         Ok(names::heaps(&*self.directory)?.iter().map(|service| service.node).collect())
     }
 
-    /// Replaces the record of a segment's copies. If a lost segment has none then, it is free.
+    /// Replaces the record of a segment's copies. If a lost segment has no copies any more, its
+    /// number is free.
     ///
     /// # Errors
-    /// Those of the directory. Then it may have been replaced.
+    /// If the directory fails. Then the record may have been replaced.
     pub fn set_copies(
         &self,
         segment: SegmentKey,
@@ -118,8 +119,8 @@ impl Registry {
             }];
             let is_author = match author {
                 Author::Owner(owner) => self.is_owner(segment, owner, record, &mut compares)?,
-                Author::Finder(evidence) => {
-                    let last = self.end_of_lost(segment, evidence, &mut compares)?;
+                Author::Other(evidence) => {
+                    let last = self.next_generation_if_lost(segment, evidence, &mut compares)?;
                     let last = last.filter(|_| found.is_some_and(|found| frees_only(&found, record)));
                     if let Some(last) = last {
                         self.end(segment, last, record.is_some(), &mut compares, &mut operations)?;
@@ -137,6 +138,8 @@ impl Registry {
         Ok(CopiesChange::Busy)
     }
 
+    /// Whether a host owns a segment of the length of its copies. A transaction with the compares
+    /// fails if that changes.
     fn is_owner(
         &self,
         segment: SegmentKey,
@@ -154,8 +157,8 @@ impl Registry {
         Ok(record.owner == owner && self.life_of(owner, compares)?)
     }
 
-    /// Removes what is left of a lost segment without copies. Its addresses stay as long as there
-    /// is a record of what its nodes have still, so that it is listed.
+    /// Removes the record of a lost segment without copies. The segment keeps its addresses, and so
+    /// stays listed, while a record names what is left of its copies on nodes.
     fn end(
         &self,
         segment: SegmentKey,
@@ -176,11 +179,10 @@ impl Registry {
         Ok(())
     }
 
-    /// Records a host as the owner of a segment that it has restored from these copies.
-    /// No live host may own it.
+    /// Records a host as the owner of a lost segment that it has restored from the copies `read`.
     ///
     /// # Errors
-    /// Those of the directory. Then it may be the owner.
+    /// If the directory fails. Then the host may be recorded as the owner.
     pub fn restore(
         &self,
         segment: SegmentKey,
@@ -192,7 +194,7 @@ impl Registry {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
             let (copies, copies_compare) = self.copies_entry(segment)?;
             let mut compares = vec![compare, copies_compare];
-            let Some(last) = self.end_of_lost(segment, evidence, &mut compares)? else {
+            let Some(last) = self.next_generation_if_lost(segment, evidence, &mut compares)? else {
                 return Ok(Restoration::Exists);
             };
             let is_same = copies.as_ref() == Some(read);
@@ -211,7 +213,8 @@ impl Registry {
         Ok(Restoration::Busy)
     }
 
-    /// The copies of a segment; a transaction with the compare fails if they change.
+    /// Returns the record of a segment's copies. A transaction with the compare fails if it
+    /// changes.
     pub(super) fn copies_entry(
         &self,
         segment: SegmentKey,
@@ -224,7 +227,7 @@ impl Registry {
     }
 }
 
-/// Whether a record has no copies any more, and names no other roots than the one before.
+/// Whether `next` has no copies, and names no roots that `found` does not name.
 fn frees_only(found: &CopyRecord, next: Option<&CopyRecord>) -> bool {
     let Some(next) = next else { return true };
     let of_trees = found.trees.iter().flat_map(|tree| tree.former(found.bytes));

@@ -1,4 +1,4 @@
-//! The memory of segments that each user has on a host, which is limited.
+//! The limit on the memory of segments that each user has on a host.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,19 +8,20 @@ use parking_lot::Mutex;
 
 use super::SegmentError;
 
-/// Largest memory that a thread frees for which other users may wait.
+/// Size in bytes up to which the caller frees memory itself. Larger memory is freed by another
+/// thread, because other users may wait for the caller.
 const INLINE_BYTES_MAX: u64 = 16 << 20;
 
-/// The bytes by the owner of the user's id.
+/// The charged bytes, by the owner of the user's id.
 #[derive(Debug)]
 pub(super) struct HeldBytes {
     of_owners: Mutex<BTreeMap<u32, u64>>,
-    /// Most bytes of one owner.
+    /// Maximum of bytes for one owner.
     max: u64,
 }
 
 impl HeldBytes {
-    /// No user has memory.
+    /// Creates the accounts with a limit for each owner; no owner has memory.
     pub fn new(max: u64) -> Arc<Self> {
         Arc::new(Self { of_owners: Mutex::default(), max })
     }
@@ -28,7 +29,7 @@ impl HeldBytes {
     /// Charges memory to its owner.
     ///
     /// # Errors
-    /// If the owner would have too much.
+    /// If the owner's memory would exceed the limit.
     pub fn charge(&self, owner: u32, bytes: u64) -> Result<(), SegmentError> {
         let mut of_owners = self.of_owners.lock();
         let held = of_owners.get(&owner).copied().unwrap_or_default();
@@ -37,7 +38,7 @@ impl HeldBytes {
         Ok(())
     }
 
-    /// Charges memory that was recovered to its owner, whatever it has.
+    /// Charges recovered memory to its owner, regardless of the limit.
     pub fn charge_always(&self, owner: u32, bytes: u64) {
         *self.of_owners.lock().entry(owner).or_default() += bytes;
     }
@@ -53,9 +54,8 @@ impl HeldBytes {
         };
     }
 
-    /// Frees memory as [`Self::free`] does.
-    ///
-    /// Another thread does so with large memory.
+    /// Frees memory as [`Self::free`] does, in another thread if it has more than
+    /// [`INLINE_BYTES_MAX`] bytes.
     pub fn free_in_background(self: &Arc<Self>, owner: u32, data: &Arc<Memory>) {
         let (held, memory) = (Arc::clone(self), Arc::clone(data));
         let work = move || held.free(owner, &memory);
@@ -68,8 +68,8 @@ impl HeldBytes {
         }
     }
 
-    /// Returns memory to the system, and then ends its charge. Its program may keep the descriptor
-    /// or the mapping that it got, and a connection to another host has it as well: both see zeros.
+    /// Returns memory to the system, and then ends its charge. The program and connections to other
+    /// hosts may still have the memory's descriptor or a mapping: they read zeros.
     pub fn free(&self, owner: u32, memory: &Memory) {
         match memory.punch(0, memory.len()) {
             Ok(()) => self.release(owner, memory.len() as u64),
@@ -77,7 +77,7 @@ impl HeldBytes {
                 tracing::error!(
                     uid = owner,
                     %error,
-                    "the memory of a segment cannot be freed; it counts to its user for ever"
+                    "cannot free a segment's memory; it stays charged to its user until the agent restarts"
                 );
             }
         }
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_has_at_most_the_limit() {
+    fn a_user_cannot_exceed_the_limit() {
         let held = HeldBytes::new(10);
         held.charge(1, 4).unwrap();
         held.charge(1, 6).unwrap();
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn freed_memory_is_returned_although_others_have_it() {
+    fn freed_memory_is_returned_although_it_has_other_references() {
         for len in [4096, usize::try_from(INLINE_BYTES_MAX).unwrap() + 4096] {
             let held = HeldBytes::new(len as u64);
             held.charge(1, len as u64).unwrap();

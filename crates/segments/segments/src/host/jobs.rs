@@ -1,4 +1,4 @@
-//! The queue of work that must not be done in the thread that answers messages.
+//! The queue of jobs that must not be done in the thread that answers messages.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 
@@ -7,16 +7,16 @@ use parking_lot::Mutex;
 use super::SegmentKey;
 use aquifer_ownership::Output;
 
-/// Work for the thread of a host's segments.
+/// A job of the worker thread of a host's segments.
 #[derive(Debug)]
 pub(super) enum Job {
-    /// Carries out what a holder has decided.
+    /// Carry out the outputs of a holder.
     CarryOut(SegmentKey, Vec<Output>),
-    /// Frees the copies of generations up to this one.
+    /// Free the copies of the segment's generations up to the given one.
     Release(SegmentKey, u64),
 }
 
-/// The sending end of the queue; `None` after its end.
+/// The sending end of the queue; `None` after [`Self::end`].
 #[derive(Debug)]
 pub(super) struct JobQueue(Mutex<Option<Sender<Job>>>);
 
@@ -29,12 +29,12 @@ impl JobQueue {
     /// Appends a job, which is dropped if the queue has ended.
     pub fn push(&self, job: Job) {
         if let Some(sender) = &*self.0.lock() {
-            // It fails if the worker has ended.
+            // Fails if the worker has ended.
             let _is_sent = sender.send(job);
         }
     }
 
-    /// Ends the queue: the worker ends after the jobs in it.
+    /// Closes the queue. The worker ends when it has done the jobs in it.
     pub fn end(&self) {
         self.0.lock().take();
     }

@@ -1,8 +1,8 @@
-//! What the next process of an agent must know of a segment, in the segment's own memory: that
-//! outlives the process, because the keeper holds it.
+//! The journal of a segment: the state that the next process of an agent needs. The segment's own
+//! memory has the journal, so it outlives the agent's process: the keeper holds that memory.
 //!
-//! There are two slots, which are written in turn. A slot that was being written when the process
-//! was killed does not have its checksum, and the other one counts.
+//! The journal has two slots, which are written in turn. If the process was killed while it wrote a
+//! slot, the checksum of that slot does not match, and the other slot has the last entry.
 
 use aquifer_fabric::Memory;
 use serde::{Deserialize, Serialize};
@@ -16,42 +16,45 @@ const HEAD_BYTES: usize = 16;
 /// Bytes of the journal.
 pub(super) const JOURNAL_BYTES: usize = 2 * SLOT_BYTES;
 
-/// A segment at this host.
+/// The state of a segment at this host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JournalEntry {
-    /// How it is held.
+    /// The state of the hand-over protocol.
     pub holder: Holder,
     /// The copies, the newest first.
     pub copies: Vec<CopyPlace>,
     /// The generation of each map of pages that are present.
     pub maps: Vec<Option<u64>>,
-    /// Its first address in the arena.
+    /// The segment's first address in the arena.
     pub address: u64,
-    /// The process that owns it, or is to own it.
+    /// The name of the process that owns the segment, or is to own it.
     pub process: String,
-    /// The same process, while it runs.
+    /// The identity of this process, if the agent could see it.
     pub identity: Option<ProcessIdentity>,
-    /// How often it was passed on between processes of this host.
+    /// Number of hand-overs of the segment between processes of this host.
     #[serde(default)]
     pub passes: u64,
 }
 
-/// Writes an entry at `at`, in the place of the one before the last. `sequence` is that of the last
-/// one.
+/// Writes an entry into the slot of the entry before the last one. The journal begins at `at`, and
+/// `sequence` is the number of the last entry.
 pub(super) fn write(memory: &Memory, at: usize, sequence: &mut u64, entry: &JournalEntry) {
     let json = serde_json::to_vec(entry).unwrap_or_default();
     if json.len() > SLOT_BYTES - HEAD_BYTES {
-        return tracing::error!(bytes = json.len(), "a segment's record is too long to outlive the agent");
+        return tracing::error!(
+            bytes = json.len(),
+            "cannot journal a segment: its entry is too long, and a restarted agent uses an older one"
+        );
     }
     *sequence += 1;
     let slot = at + usize::from(!sequence.is_multiple_of(2)) * SLOT_BYTES;
     memory.write(slot + HEAD_BYTES, &json);
-    let len = u32::try_from(json.len()).expect("it is shorter than a slot");
+    let len = u32::try_from(json.len()).expect("an entry is shorter than a slot");
     memory.write(slot, &[sequence.to_le_bytes(), head_word(len, &json, *sequence)].concat());
 }
 
-/// Reads the last entry that was written whole, with its sequence.
+/// Reads the last entry with a valid checksum, and its sequence number.
 pub(super) fn read(memory: &Memory, at: usize) -> Option<(u64, JournalEntry)> {
     let slots = [at, at + SLOT_BYTES].map(|slot| {
         let mut head = [0; HEAD_BYTES];
@@ -67,11 +70,11 @@ pub(super) fn read(memory: &Memory, at: usize) -> Option<(u64, JournalEntry)> {
     slots.into_iter().flatten().max_by_key(|(sequence, _)| *sequence)
 }
 
-/// The length, and a checksum of all.
+/// The last 8 bytes of a slot's head: the length, and a checksum of sequence, length and entry.
 fn head_word(len: u32, json: &[u8], sequence: u64) -> [u8; 8] {
     let (sequence, len) = (sequence.to_le_bytes(), len.to_le_bytes());
     let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &[&sequence, &len[..], json].concat());
-    let sum = u32::try_from(sum).expect("it has 32 bits").to_le_bytes();
+    let sum = u32::try_from(sum).expect("the checksum has 32 bits").to_le_bytes();
     [len[0], len[1], len[2], len[3], sum[0], sum[1], sum[2], sum[3]]
 }
 
@@ -87,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_entry_that_is_whole_counts() {
+    fn the_last_entry_with_a_valid_checksum_is_read() {
         let memory = Memory::create("aquifer-test", 4096 + JOURNAL_BYTES).unwrap();
         assert_eq!(read(&memory, 4096), None);
         let mut sequence = 0;
@@ -95,7 +98,7 @@ mod tests {
             write(&memory, 4096, &mut sequence, &entry(address));
             assert_eq!(read(&memory, 4096), Some((address, entry(address))));
         }
-        // The process was killed while it wrote the sixth.
+        // The process was killed while it wrote the sixth entry.
         for len in 0..40 {
             let slot = 4096;
             memory.write(slot, &vec![0xee; len]);

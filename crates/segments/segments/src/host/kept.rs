@@ -1,4 +1,5 @@
-//! The lease of the host, and the segments that an earlier process of the agent has left.
+//! Interfaces that the agent provides: the lease of the host, and the segments that an earlier
+//! process of the agent has left with the keeper.
 
 use std::fmt::Debug;
 use std::os::fd::OwnedFd;
@@ -7,19 +8,19 @@ use super::SegmentKey;
 
 /// The lease of the host.
 pub trait HostLease: Debug + Send + Sync {
-    /// Whether the lease has certainly not ended.
+    /// Whether the lease is known to be valid.
     fn lasts(&self) -> bool;
 }
 
-/// What an earlier process of the agent has left of a segment.
+/// The memory of a segment that an earlier process of the agent has left with the keeper.
 #[derive(Debug)]
 pub struct KeptSegment {
-    /// The number under which it is held.
+    /// The keeper's item number.
     pub number: u64,
-    /// Which.
+    /// The segment.
     pub segment: SegmentKey,
-    /// Its bytes.
+    /// The memory with the segment's bytes.
     pub data: OwnedFd,
-    /// Its pages and its journal.
+    /// The memory with the presence bits and the journal.
     pub present: OwnedFd,
 }

@@ -17,24 +17,26 @@ use super::memory::{SEGMENT_DESCRIPTORS, SegmentMemory};
 use super::numbers::UsedNumbers;
 use super::{SegmentError, SegmentKey};
 
+/// The allocator of segment memory.
 #[derive(Debug)]
 pub(super) struct Memories {
     target: TcpTarget,
     keeper: Arc<dyn KeeperStore>,
-    /// The number under which the keeper holds the next memory.
+    /// The keeper's item number for the next segment memory.
     next_number: AtomicU64,
-    /// The bytes that each user has.
+    /// The bytes of segment memory of each user.
     held_bytes: Arc<HeldBytes>,
-    /// The numbers of segments that each user has used.
+    /// The segment numbers that each user has used.
     used_numbers: Mutex<UsedNumbers>,
     /// The descriptors of the agent, which are charged to users.
     descriptors: Arc<DescriptorShares>,
-    /// Memory that is not used any more, and that the target still has.
+    /// Memory that is freed but still registered with the target.
     retired: Mutex<Vec<SegmentMemory>>,
 }
 
 impl Memories {
-    /// `next_number` is greater than the numbers of all memory that the keeper holds.
+    /// Creates the allocator. `next_number` must be greater than the item numbers of all segment
+    /// memory that the keeper holds.
     pub fn new(
         target: TcpTarget,
         keeper: Arc<dyn KeeperStore>,
@@ -65,7 +67,7 @@ impl Memories {
     /// Allocates memory for a segment. Does not wait for the target.
     ///
     /// # Errors
-    /// If the user would have too much, or the system or the keeper refuses.
+    /// If the user would exceed a limit, or the system or the keeper refuses.
     pub fn allocate(&self, segment: SegmentKey, bytes: u64) -> Result<SegmentMemory, SegmentError> {
         let descriptors = self.descriptors.charge(segment.tenant, SEGMENT_DESCRIPTORS)?;
         let owner = descriptors.owner();
@@ -90,8 +92,8 @@ impl Memories {
         }
     }
 
-    /// Opens memory that the keeper has held, with the last entry of its journal. Has the keeper
-    /// release it if it is unusable.
+    /// Opens memory that the keeper holds, with the last entry of its journal. If the memory is
+    /// unusable, it is released from the keeper.
     pub fn recover(&self, kept: KeptSegment) -> Option<(SegmentMemory, Option<JournalEntry>)> {
         let KeptSegment { segment, number, data, present, .. } = kept;
         let descriptors = self.descriptors.charge_always(segment.tenant, SEGMENT_DESCRIPTORS);
@@ -102,38 +104,39 @@ impl Memories {
                 Some((memory, entry))
             }
             Err(error) => {
-                tracing::error!(%segment, %error, "a kept segment is unusable; it is lost");
+                tracing::error!(%segment, %error, "cannot open the memory of a segment; the segment is lost");
                 self.keeper.release(HeldKind::Segment, number);
                 None
             }
         }
     }
 
-    /// Frees the memory of a segment, but leaves it at the target until [`Self::close_retired`].
+    /// Frees the memory of a segment, but leaves it registered with the target until
+    /// [`Self::close_retired`].
     ///
-    /// The thread that answers messages of other agents must not wait for the target, which waits
-    /// for this thread.
+    /// The thread that answers messages of other agents must not wait for the target, because the
+    /// target waits for this thread.
     pub fn retire(&self, memory: SegmentMemory) {
         self.keeper.release(HeldKind::Segment, memory.number);
         self.held_bytes.free_in_background(memory.owner(), &memory.data);
         self.retired.lock().push(memory);
     }
 
-    /// Has the target give up the memory that is not used any more.
+    /// Deregisters the memory that was retired.
     pub fn close_retired(&self) {
         let retired = std::mem::take(&mut *self.retired.lock());
         retired.iter().for_each(|memory| memory.close(&self.target));
     }
 
-    /// Frees the memory of a segment, in the background. No READ into it is in flight.
+    /// Frees the memory of a segment in the background. No READ into it may be in flight.
     pub fn free(&self, memory: &SegmentMemory) {
         self.keeper.release(HeldKind::Segment, memory.number);
         memory.close(&self.target);
         self.held_bytes.free_in_background(memory.owner(), &memory.data);
     }
 
-    /// Frees the memory of a segment before it returns: the program that waits may allocate as
-    /// much. No READ into it is in flight.
+    /// Frees the memory of a segment before it returns, so that a program that waits for it can
+    /// allocate the same amount at once. No READ into it may be in flight.
     pub fn free_now(&self, memory: &SegmentMemory) {
         self.keeper.release(HeldKind::Segment, memory.number);
         memory.close(&self.target);

@@ -1,5 +1,5 @@
-//! The memory of a segment at a host: its bytes, and for each generation in which the host owned it
-//! a bit for each page that is present.
+//! The memory of a segment at a host: the bytes, and presence bits for each generation in which the
+//! host owned the segment.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -12,35 +12,36 @@ use aquifer_fabric::{Access, Memory, Region, Scope, Target, TargetError};
 use super::journal::{self, JOURNAL_BYTES, JournalEntry};
 use crate::pulling::lineage::LINKS_MAX;
 
-/// Bytes of a page.
+/// Length of a page in bytes.
 pub const PAGE_BYTES: u64 = 4096;
-/// Descriptors to charge for the memory of a segment: twice as many as it has, because it also has
-/// two of the target's 65,536 regions.
+/// Descriptors that are charged for the memory of a segment. The memory has half as many, but it
+/// also uses two of the target's 65,536 regions.
 pub const SEGMENT_DESCRIPTORS: usize = 8;
 
 /// The memory of a segment, which other hosts can read.
 #[derive(Debug)]
 pub struct SegmentMemory {
-    /// The number under which the keeper holds it.
+    /// The keeper's item number.
     pub number: u64,
-    /// Its tenant.
+    /// The tenant of the segment.
     pub tenant: u32,
-    /// The bytes.
+    /// The memory with the segment's bytes.
     pub data: Arc<Memory>,
-    /// The maps, and behind them the journal.
+    /// The maps of presence bits, and behind them the journal.
     present: Arc<Memory>,
     data_region: Region,
     present_region: Region,
-    /// The generation of each map of pages that are present.
+    /// The generation of each map of presence bits.
     maps: [Option<u64>; LINKS_MAX],
     map_bytes: usize,
-    /// That of the last entry in the journal.
+    /// The sequence number of the last entry in the journal.
     sequence: u64,
     descriptors: DescriptorCharge,
 }
 
 impl SegmentMemory {
-    /// Memory for `bytes` bytes, whole pages, which hosts with the cluster key can read.
+    /// Creates memory of `bytes` bytes, which hosts with the cluster key can read. The length must
+    /// be a multiple of the page size.
     ///
     /// # Errors
     /// If the system or the target refuses.
@@ -58,11 +59,11 @@ impl SegmentMemory {
         Self::register(target, (number, tenant), data, present, descriptors)
     }
 
-    /// The memory that an earlier process has left, and what it has written last in the journal;
-    /// `None` if it has written nothing.
+    /// Opens the memory that an earlier process has left. Returns it with the last entry of its
+    /// journal; `None` if there is no valid entry.
     ///
     /// # Errors
-    /// If it is no memory of a segment, or the target refuses.
+    /// If the descriptors are not a segment's memory, or the target refuses.
     pub fn recover(
         target: &dyn Target,
         (number, tenant): (u64, u32),
@@ -111,33 +112,34 @@ impl SegmentMemory {
         })
     }
 
-    /// The descriptors of the bytes, and of the pages and the journal.
+    /// The descriptors of the memory with the bytes, and of the memory with presence bits and
+    /// journal.
     #[must_use]
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.data.fd(), self.present.fd()]
     }
 
-    /// The generation of each map.
+    /// The generation of each map of presence bits.
     #[must_use]
     pub fn maps(&self) -> Vec<Option<u64>> {
         self.maps.to_vec()
     }
 
-    /// Writes an entry to the journal, for the next process.
+    /// Writes an entry to the journal, for the next process of the agent.
     pub fn write_journal(&mut self, entry: &JournalEntry) {
         journal::write(&self.present, journal_at(self.map_bytes), &mut self.sequence, entry);
     }
 
-    /// Takes the memory from the target. No READ of it is in flight any more.
+    /// Deregisters the memory from the target, and waits until no READ of it is in flight.
     pub fn close(&self, target: &dyn Target) {
         for key in [self.data_region.key, self.present_region.key] {
             if let Err(error) = target.deregister(key) {
-                tracing::warn!(%error, "cannot withdraw the memory of a segment");
+                tracing::warn!(%error, "cannot deregister the memory of a segment");
             }
         }
     }
 
-    /// The owner of the tenant's user id, to which the memory counts.
+    /// The owner of the tenant's user id, to which the memory is charged.
     #[must_use]
     pub const fn owner(&self) -> u32 {
         self.descriptors.owner()
@@ -155,8 +157,8 @@ impl SegmentMemory {
         u32::try_from(self.bytes() / PAGE_BYTES).unwrap_or(u32::MAX)
     }
 
-    /// Begins a map for a generation, without a page or with all, in the place of one that is not
-    /// among `needed`. Returns false if there is no place.
+    /// Begins a map for a generation, in the place of one whose generation is not among `needed`.
+    /// With `is_whole`, all pages are present, otherwise none. Returns false if there is no place.
     #[must_use]
     pub fn begin_map(&mut self, generation: u64, needed: &[u64], is_whole: bool) -> bool {
         let is_free = |map: &Option<u64>| map.is_none_or(|generation| !needed.contains(&generation));
@@ -169,7 +171,7 @@ impl SegmentMemory {
         true
     }
 
-    /// Records that a page is present. Its bytes must be in place.
+    /// Sets the presence bit of a page. Its bytes must be in the memory.
     pub fn set_present(&self, generation: u64, page: u32) {
         if let Some(map) = self.map(generation) {
             let word = self.present.atomic_u64(map + page as usize / 64 * 8);
@@ -177,14 +179,15 @@ impl SegmentMemory {
         }
     }
 
-    /// Whether a page is present in a generation.
+    /// Whether a page is present in the copy of a generation.
     #[must_use]
     pub fn is_present(&self, generation: u64, page: u32) -> bool {
         let map = self.map(generation);
         map.is_some_and(|map| self.present.load_u64(map + page as usize / 64 * 8) & 1 << (page % 64) != 0)
     }
 
-    /// The address and the key of the bytes, and those of the map of a generation, for others.
+    /// The address and the key at which other hosts read the bytes, and those of the map of a
+    /// generation; `None` if the generation has no map.
     #[must_use]
     pub fn place(&self, generation: u64) -> Option<[(u64, u32); 2]> {
         let map = self.map(generation)? as u64;
@@ -192,6 +195,7 @@ impl SegmentMemory {
         Some([(data_region.base, data_region.key.0), (present_region.base + map, present_region.key.0)])
     }
 
+    /// The offset in bytes of the map of a generation.
     fn map(&self, generation: u64) -> Option<usize> {
         self.maps.iter().position(|map| *map == Some(generation)).map(|at| at * self.map_bytes)
     }
@@ -201,7 +205,7 @@ fn system(source: io::Error) -> TargetError {
     TargetError::System { what: "cannot create a segment", source }
 }
 
-/// The length of a segment, and of a map of its pages.
+/// The lengths in bytes of a segment and of a map of its presence bits.
 fn lengths(bytes: u64) -> Result<(usize, usize), TargetError> {
     let length = |bytes: u64| usize::try_from(bytes).map_err(|error| system(io::Error::other(error)));
     Ok((length(bytes)?, length((bytes / PAGE_BYTES).div_ceil(64) * 8)?))

@@ -1,16 +1,18 @@
-//! The numbers of segments that each user has used on a host.
+//! The limit on segment numbers that each user can use on a host.
 //!
-//! An agent remembers what was decided of a segment that has left or was deallocated, as long as
-//! the agent lives. The number can be used again, so a user needs only a bounded number of them.
+//! An agent remembers the decided hand-overs of a segment that has left or was deallocated, as long
+//! as the agent runs. A number can be reused, so the limit bounds the memory and not the number of
+//! allocations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{SegmentError, SegmentKey};
 
-/// Most numbers that a user, with all of its subordinate ids, can use on a host.
+/// Maximum number of different segment numbers that a user, with all of its subordinate ids, can
+/// use on a host.
 const NUMBERS_PER_OWNER_MAX: usize = 65_536;
 
-/// The numbers by the owner of the user's id.
+/// The used numbers, by the owner of the user's id.
 #[derive(Debug)]
 pub(super) struct UsedNumbers {
     of_owners: BTreeMap<u32, BTreeSet<SegmentKey>>,
@@ -24,10 +26,10 @@ impl Default for UsedNumbers {
 }
 
 impl UsedNumbers {
-    /// Counts the number of a segment.
+    /// Records that the number of a segment is used.
     ///
     /// # Errors
-    /// If it is new and the owner has used too many.
+    /// If the number is new and the owner has used the maximum.
     pub fn add(&mut self, owner: u32, segment: SegmentKey) -> Result<(), SegmentError> {
         let used = self.of_owners.entry(owner).or_default();
         if used.len() >= self.max && !used.contains(&segment) {
@@ -43,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_can_use_so_many_numbers_again_and_again() {
+    fn a_user_can_reuse_numbers_but_not_exceed_the_limit() {
         let mut used = UsedNumbers { max: 3, ..UsedNumbers::default() };
         let key = |tenant, id| SegmentKey { tenant, id };
         for _ in 0..2 {

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::programs::ProcessIdentity;
 
-/// The open processes by user and name, with their identities if they can be seen.
+/// The open processes by user and name, each with its identity if the agent can see the process.
 #[derive(Debug, Default)]
 pub(super) struct OpenProcesses(Mutex<BTreeMap<(u32, String), Option<ProcessIdentity>>>);
 

@@ -1,4 +1,4 @@
-//! Carries out what a holder has decided, and the worker that does so in the background.
+//! Carries out the outputs of holders, also in the worker thread.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -11,15 +11,16 @@ use super::SegmentKey;
 use super::jobs::Job;
 use super::peer::{Lane, Peer};
 use super::peers::SharedPeer;
-use super::shared::{HostShared, Segment, warn_of_directory};
+use super::shared::{HostShared, Segment, log_directory_failure};
 use super::wire::{Answer, Ask, Request};
 use aquifer_ownership::{Holding, Input, Life, Message, Output};
 
-/// Interval at which hand-overs are looked after whose outcome is unknown.
+/// Interval at which the worker retries hand-overs whose outcome is unknown.
 const TICK: Duration = Duration::from_millis(200);
 
 impl HostShared {
-    /// Handles an input, and all that follows from it.
+    /// Passes an input to the holder of a segment, and carries out its outputs until no input
+    /// results from them.
     pub(super) fn run(&self, segment: SegmentKey, entry: &Mutex<Segment>, input: Input) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
@@ -29,7 +30,7 @@ impl HostShared {
                 let was_sent = matches!(entry.holder.holding(), Holding::Sent { .. });
                 entry.holder.step(&input, &mut outputs);
                 if was_sent && entry.holder.has_access() && !entry.is_awaited {
-                    // It has not left after all.
+                    // The hand-over was retracted.
                     returned = Some(entry.process.clone());
                 }
                 self.follow_access(&mut entry);
@@ -45,15 +46,15 @@ impl HostShared {
         }
     }
 
-    /// Ends pulling when a segment leaves, and goes on when it has not left after all.
+    /// Stops pulling when a segment is handed over, and resumes it when the hand-over is retracted.
     fn follow_access(&self, entry: &mut Segment) {
         let has_access = entry.holder.has_access();
         match &mut entry.puller {
             Some(puller) if has_access => {
-                if puller.go_on()
+                if puller.resume()
                     && let Some(served) = &entry.served
                 {
-                    // READs for some of them have ended meanwhile, and brought nothing.
+                    // READs for which threads wait may have ended meanwhile without effect.
                     served.wake_all();
                 }
             }
@@ -61,13 +62,14 @@ impl HostShared {
             None => {}
         }
         entry.pulled.notify_all();
-        // A program that gets it back at once has its faults served still.
+        // Kept while the outcome is unknown: a retracted hand-over leaves the program's mapping
+        // served.
         if entry.holder.holding() == Holding::Absent {
             entry.served = None;
         }
     }
 
-    /// Carries an output out. Returns what comes of it.
+    /// Carries out an output. Returns the input that results from it.
     pub(super) fn carry_out(
         &self,
         segment: SegmentKey,
@@ -78,8 +80,8 @@ impl HostShared {
             Output::Send(to, message) => self.send(segment, entry, to, message),
             Output::Write(change) => {
                 let result = self.registry.carry_out(segment, &change);
-                // If it is not known, the record is read.
-                let is_done = result.inspect_err(warn_of_directory).unwrap_or(false);
+                // If the outcome is not known, the holder reads the record.
+                let is_done = result.inspect_err(log_directory_failure).unwrap_or(false);
                 Some(Input::Written(change, is_done))
             }
             Output::Observe => {
@@ -88,13 +90,13 @@ impl HostShared {
                     _ => None,
                 };
                 let observed =
-                    self.registry.observe(segment, other).inspect_err(warn_of_directory).ok()??;
+                    self.registry.observe(segment, other).inspect_err(log_directory_failure).ok()??;
                 Some(Input::Observed(observed.0, observed.1))
             }
         }
     }
 
-    /// Sends a question, and returns the answer.
+    /// Sends a message of the ownership protocol, and returns the answer as an input.
     pub(super) fn send(
         &self,
         segment: SegmentKey,
@@ -118,6 +120,7 @@ impl HostShared {
         Some(Input::Message(to, answer.message(generation)?))
     }
 
+    /// Sends a request to another agent; `None` if it does not answer.
     pub(super) fn ask(&self, request: &Request) -> Option<Answer> {
         let peer = self.peer(request.to, Lane::Urgent, None)?;
         let answer = peer.lock().ask(request);
@@ -127,10 +130,10 @@ impl HostShared {
         answer
     }
 
-    /// The connection to an agent; `None` if it cannot be reached.
+    /// Returns a connection to an agent; `None` if the agent cannot be reached.
     pub(super) fn peer(&self, life: Life, lane: Lane, address: Option<SocketAddr>) -> Option<SharedPeer> {
         match self.peers.get(life, lane) {
-            // The next connection has no such memory. Users of this one go on with it.
+            // A new connection has no registered memory. Threads that use this one continue.
             Some(peer) if peer.try_lock().is_some_and(|peer| peer.has_unused_memory()) => {
                 self.peers.remove(life, lane, &peer);
             }
@@ -139,12 +142,12 @@ impl HostShared {
         }
         let address = match address {
             Some(address) => address,
-            None => self.registry.address(life).inspect_err(warn_of_directory).ok()??,
+            None => self.registry.address(life).inspect_err(log_directory_failure).ok()??,
         };
         Some(self.peers.add(life, lane, Peer::connect(address, &self.key, self.identity)?))
     }
 
-    /// Does the work that the handler has left, and looks after what is unknown.
+    /// The worker: does the jobs of the queue, and retries hand-overs whose outcome is unknown.
     pub(super) fn work(&self, jobs: &Receiver<Job>) {
         let mut next_tick = Instant::now() + TICK;
         loop {
@@ -170,29 +173,33 @@ impl HostShared {
         }
     }
 
+    /// Retries all hand-overs whose outcome is unknown, and all writes to the directory that are
+    /// due.
     pub(super) fn tick(&self) {
-        // A host that does not answer is asked once.
-        let mut silent = Vec::new();
+        // Hosts that did not answer. Each is asked only once in a tick.
+        let mut unresponsive = Vec::new();
         for (segment, entry) in self.segments.all() {
             let target = match entry.lock().holder.holding() {
                 Holding::Sent { to, .. } => Some(to),
                 _ => None,
             };
-            if !entry.lock().is_unsettled() || target.is_some_and(|to| silent.contains(&to)) {
+            if !entry.lock().needs_directory() || target.is_some_and(|to| unresponsive.contains(&to)) {
                 continue;
             }
             let began = Instant::now();
             self.run(segment, &entry, Input::Tick);
-            silent.extend(target.filter(|_| began.elapsed() > TICK));
+            unresponsive.extend(target.filter(|_| began.elapsed() > TICK));
         }
     }
 
-    /// Gives up the memory of a segment that has left. What was decided of it is not forgotten.
+    /// Frees the memory of a segment that has left, if its copies have no generation above
+    /// `generation`. The holder remembers the decided hand-overs.
     pub(super) fn release(&self, segment: SegmentKey, generation: u64) {
         let Some(entry) = self.segments.get(segment) else { return };
         let memory = {
             let mut entry = entry.lock();
-            // It may not know yet that the segment has arrived, and looks again when it does.
+            // This host may not know yet that the segment has arrived at the target. Once it does,
+            // another release job is queued.
             entry.released = entry.released.max(generation);
             let released = entry.released;
             let newest = entry.copies.first().map(|place| place.link.generation);

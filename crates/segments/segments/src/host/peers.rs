@@ -11,7 +11,7 @@ use aquifer_ownership::Life;
 /// A connection that several threads use.
 pub(super) type SharedPeer = Arc<Mutex<Peer>>;
 
-/// The connections by the agent's host and by what they are for.
+/// The connections, by the life of the other agent and the lane.
 #[derive(Debug, Default)]
 pub(super) struct Peers(Mutex<HashMap<(Life, Lane), SharedPeer>>);
 
@@ -26,7 +26,7 @@ impl Peers {
         Arc::clone(self.0.lock().entry((life, lane)).or_insert(peer))
     }
 
-    /// Removes a connection. Threads that use it continue with it.
+    /// Removes a connection. Threads that hold a reference may still use it.
     pub fn remove(&self, life: Life, lane: Lane, peer: &SharedPeer) {
         let mut peers = self.0.lock();
         if peers.get(&(life, lane)).is_some_and(|known| Arc::ptr_eq(known, peer)) {

@@ -1,16 +1,17 @@
-//! Pages for which threads wait go before those ahead of the program (§3.3, Fig. 4 of RAMP).
+//! The precedence of pages for which threads wait over pages that are pulled ahead of the program
+//! (§3.3, Fig. 4 of RAMP).
 
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// How long pages ahead wait at most, so that they come even if there is always a thread that
-/// waits.
-const PATIENCE: Duration = Duration::from_millis(1);
-/// Without a demand for this time, none is expected soon.
-const QUIET: Duration = Duration::from_millis(2);
+/// Maximum time by which demands delay a pull ahead, so that these pages are pulled even if a
+/// thread waits at any time.
+const DELAY_MAX: Duration = Duration::from_millis(1);
+/// Time after the last demand after which no further demand is expected soon.
+const DEMAND_IDLE: Duration = Duration::from_millis(2);
 
-/// The pages for which threads wait at the moment.
+/// The demands of all segments. A *demand* is a READ of pages for which threads wait.
 #[derive(Debug, Default)]
 pub(super) struct Precedence {
     demands: Mutex<Demands>,
@@ -23,21 +24,22 @@ struct Demands {
     last_ended: Option<Instant>,
 }
 
-/// A demand, until it is dropped.
+/// A demand, which ends when this is dropped.
 pub(super) struct Demand<'a>(&'a Precedence);
 
 impl Precedence {
-    /// A thread waits for pages from now on.
+    /// Begins a demand.
     pub fn demand(&self) -> Demand<'_> {
         self.demands.lock().in_flight += 1;
         Demand(self)
     }
 
-    /// Waits until no thread waits for a page. Returns whether one may wait again soon.
-    pub fn give_way(&self) -> bool {
+    /// Waits until no demand is in flight, at most for [`DELAY_MAX`]. Returns whether a demand is
+    /// in flight or is expected soon.
+    pub fn wait_for_demands(&self) -> bool {
         let mut demands = self.demands.lock();
-        let _late = self.has_ended.wait_while_for(&mut demands, |demands| demands.in_flight > 0, PATIENCE);
-        demands.in_flight > 0 || demands.last_ended.is_some_and(|ended| ended.elapsed() < QUIET)
+        let _late = self.has_ended.wait_while_for(&mut demands, |demands| demands.in_flight > 0, DELAY_MAX);
+        demands.in_flight > 0 || demands.last_ended.is_some_and(|ended| ended.elapsed() < DEMAND_IDLE)
     }
 }
 
@@ -57,13 +59,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_ahead_come_between_demands() {
+    fn demands_delay_a_pull_ahead_for_a_limited_time() {
         let precedence = Precedence::default();
-        assert!(!precedence.give_way(), "none was demanded yet");
+        assert!(!precedence.wait_for_demands(), "no demand yet");
         let demand = precedence.demand();
-        assert!(precedence.give_way(), "not longer than for its patience");
+        assert!(precedence.wait_for_demands(), "the demand is still in flight");
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| while precedence.give_way() {});
+            let waits = scope.spawn(|| while precedence.wait_for_demands() {});
             drop(demand);
             waits.join().unwrap();
         });

@@ -11,13 +11,15 @@ use super::{SegmentError, SegmentHost, SegmentKey};
 use aquifer_ownership::Holding;
 
 impl SegmentHost {
-    /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
-    /// `identity` is the process, if it can be seen; `held` has the segments that it got from an
-    /// earlier process of this agent. Returns those of them that it still owns, and those whose
-    /// hand-over is under way.
+    /// Opens a process of a tenant: from now on it accepts segments on this host.
+    ///
+    /// The name is unique in the tenant. `identity` is the process, if the agent can see it, and
+    /// `held` are the segments that the process received from an earlier process of this agent.
+    /// Returns the numbers of those segments that the process still owns, and of those whose
+    /// hand-over is in progress.
     ///
     /// # Errors
-    /// If the name is not possible, or another process has it.
+    /// If the name is not valid, or another process has it.
     pub fn open_process(
         &self,
         tenant: u32,
@@ -38,7 +40,7 @@ impl SegmentHost {
         if !shared.processes.add(tenant, process, identity) {
             return Err(SegmentError::NameTaken(process.to_owned()));
         }
-        // It asks again for the outcome of hand-overs that are under way.
+        // The process repeats its request for the outcome of each hand-over in progress.
         let mut awaited = Vec::new();
         for (id, tenure) in held {
             let entry = shared.segments.get(SegmentKey { tenant, id: *id });
@@ -71,7 +73,7 @@ impl SegmentHost {
         for id in &still_held {
             shared.arrivals.forget(SegmentKey { tenant, id: *id });
         }
-        // What an earlier process of this name has left.
+        // Segments that an earlier process of this name has left.
         for segment in left {
             shared.arrivals.forget(segment);
             shared.arrive(segment, process);
@@ -80,17 +82,17 @@ impl SegmentHost {
         Ok((still_held, awaited))
     }
 
-    /// Has a process accept no more segments.
+    /// Closes a process: it accepts no more segments.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
         if self.has_process(tenant, process) {
             self.shared.arrivals.forget_process(tenant, process);
             let left = self.list(tenant).into_iter().filter(|status| status.process == process);
             left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
             let removed = self.shared.registry.remove_process(tenant, process);
-            // Last, so that nothing of this is done to the next process of the name.
+            // Last, so that none of the above applies to the next process of the name.
             self.shared.processes.remove(tenant, process);
             removed?;
         }
@@ -98,8 +100,8 @@ impl SegmentHost {
     }
 
     /// Waits for a segment that is handed over to a process of this host, or that an earlier
-    /// process of its name has left. If it is partial, each page must be pulled before it is
-    /// touched.
+    /// process of its name has left. If the segment is partial, each page must be pulled before it
+    /// is touched.
     #[must_use]
     pub fn receive(&self, tenant: u32, process: &str, timeout: Duration) -> Option<Arrival> {
         let segment = self.shared.arrivals.wait(tenant, process, timeout)?;

@@ -1,4 +1,4 @@
-//! Serves the programs of this host: their requests, and the faults of their segments.
+//! Serves the programs of this host: their calls, and the faults of their segments.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -12,38 +12,39 @@ use aquifer_ipc::Frame;
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
-use super::arrivals::{News, Waiter};
+use super::arrivals::{ProcessEvent, Waiter};
 use super::memory::PAGE_BYTES;
 use super::shared::Arrival;
 use super::{SegmentError, SegmentHost, SegmentKey, copy_calls};
 
-/// Interval of looks at a silent program.
-const SILENCE_TICK: Duration = Duration::from_secs(3600);
+/// Timeout of one poll for the next call of an idle program. The poll is repeated without end.
+const IDLE_POLL_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// A process, told from a later one with the same id.
+/// The identity of a process, which differs from that of a later process with the same id.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ProcessIdentity {
     /// The process id.
     pub pid: u32,
-    /// When it started, in ticks since boot.
+    /// The time at which the process started, in clock ticks since boot.
     pub started: u64,
 }
 
 impl ProcessIdentity {
-    /// The process with an id; `None` if there is none, or it cannot be seen from here.
+    /// The identity of the process with an id; `None` if there is none, or this process cannot see
+    /// it.
     #[must_use]
     pub fn of(pid: u32) -> Option<Self> {
         start_time(pid).map(|started| Self { pid, started })
     }
 
-    /// Whether it runs.
+    /// Whether the process runs.
     #[must_use]
     pub fn is_running(self) -> bool {
         start_time(self.pid) == Some(self.started)
     }
 }
 
-/// Serves a connection of a program of a tenant, whose first request was received.
+/// Serves a connection of a program. `first` is the call that was received already.
 pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentials, first: &str) {
     let (tenant, identity) = (peer.uid, ProcessIdentity::of(peer.pid));
     match parse(first) {
@@ -59,7 +60,10 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
                 }
                 host.end_restores(tenant, &process);
                 if let Err(error) = host.close_process(tenant, &process) {
-                    tracing::warn!(process, %error, "a process that has ended keeps its name");
+                    tracing::warn!(
+                        process, %error,
+                        "cannot remove the record of a process that has ended; its name stays in use"
+                    );
                 }
             }
             Err(error) => drop(answer(socket, &failed(&error))),
@@ -71,7 +75,7 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
             }
         }
         Ok(Call::KeepAlive) => {
-            // Without an answer the process gives its segments up in time.
+            // A process without an answer revokes its own access to the segments in time.
             while host.is_member()
                 && answer(socket, &Answer::Done)
                 && matches!(next_call(socket), Some((Ok(Call::KeepAlive), _)))
@@ -85,7 +89,7 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
     }
 }
 
-/// Answers a request of a person.
+/// Answers a call of `aquifer segment`, whose process is not open.
 fn operate(host: &SegmentHost, tenant: u32, call: Call) -> Result<Answer, SegmentError> {
     let own = rustix::process::geteuid().as_raw();
     let may_see = |user: u32| user == tenant || tenant == 0 || tenant == own;
@@ -100,7 +104,7 @@ fn operate(host: &SegmentHost, tenant: u32, call: Call) -> Result<Answer, Segmen
             Answer::Report { segments: after.take(LISTED_MAX).collect(), totals: host.statistics().totals() }
         }
         Call::ReportCopies { above } => {
-            // Of other users only those that have segments here.
+            // Other users are listed only if they have segments here.
             let here = host.list_all().into_iter().map(|status| status.user).filter(|user| may_see(*user));
             let users = here.chain([tenant]).collect();
             Answer::ReportCopies(host.list_copies(&users, above, LISTED_MAX)?)
@@ -113,14 +117,14 @@ fn operate(host: &SegmentHost, tenant: u32, call: Call) -> Result<Answer, Segmen
             host.free(checked(user, id)?)?;
             Answer::Done
         }
-        _ => Answer::Failed("open the process first".into()),
+        _ => Answer::Failed("this call needs an open process: send the call open first".into()),
     })
 }
 
 /// Serves a connection on which a process waits for segments.
 fn attend(host: &SegmentHost, socket: &Arc<OwnedFd>, tenant: u32, process: &str) {
     while let Some((call, fds)) = next_call(socket) {
-        let is_well = match call {
+        let is_ok = match call {
             Ok(Call::Receive { timeout_ms, requests }) => {
                 let socket = Arc::clone(socket);
                 let waiter = Waiter { tenant, process: process.to_owned(), socket, requests };
@@ -129,35 +133,36 @@ fn attend(host: &SegmentHost, socket: &Arc<OwnedFd>, tenant: u32, process: &str)
             Ok(Call::Serve { id, pulls }) => {
                 serve_faults(host, SegmentKey { tenant, id }, process, pulls, fds)
             }
-            Ok(_) => answer(socket, &Answer::Failed("this connection is for receiving".into())),
+            Ok(_) => answer(socket, &Answer::Failed("this connection serves only receive and serve".into())),
             Err(reason) => answer(socket, &Answer::Failed(reason)),
         };
-        if !is_well {
+        if !is_ok {
             return;
         }
     }
 }
 
-/// Waits for news as long as the program waits. Returns false if that has gone.
+/// Answers with the next event for the process, or with [`Answer::Nothing`] after the timeout.
+/// Returns false if the program has closed the connection.
 fn receive(host: &SegmentHost, waiter: &Waiter, timeout_ms: u64) -> bool {
     let (arrivals, socket) = (&host.shared.arrivals, &waiter.socket);
     loop {
         let segment = match arrivals.next_or_wait(waiter.clone()) {
-            Some(News::Arrived(segment)) => segment,
-            Some(News::Asked(segment, process)) => {
+            Some(ProcessEvent::Arrived(segment)) => segment,
+            Some(ProcessEvent::Asked(segment, process)) => {
                 if host.is_owned_by(segment, &waiter.process) {
                     return answer(socket, &Answer::Asked { id: segment.id, process });
                 }
                 continue;
             }
             None => {
-                // It is answered in between by the thread in which a segment arrives.
+                // Meanwhile, the thread in which a segment arrives may send the answer.
                 let _is_readable = wait_readable(&[socket], Duration::from_millis(timeout_ms));
-                let is_over = arrivals.leave(socket);
-                return !is_over || answer(socket, &Answer::Nothing);
+                let is_unanswered = arrivals.cancel_wait(socket);
+                return !is_unanswered || answer(socket, &Answer::Nothing);
             }
         };
-        // It may have been handed over in another way.
+        // The segment may have left again, or another process may own it by now.
         let Some(arrival) = host.shared.arrival_for(segment, &waiter.process) else { continue };
         let is_sent = answer_segment(socket, &arrival);
         if !is_sent {
@@ -167,8 +172,8 @@ fn receive(host: &SegmentHost, waiter: &Waiter, timeout_ms: u64) -> bool {
     }
 }
 
-/// Serves the faults of a segment that was received and is partial. Returns false if it cannot:
-/// then the connection ends, and the program makes another.
+/// Serves the faults of a partial segment that the process has received. Returns false on failure:
+/// then the connection is closed, and the program makes another one.
 fn serve_faults(
     host: &SegmentHost,
     segment: SegmentKey,
@@ -178,14 +183,14 @@ fn serve_faults(
 ) -> bool {
     let Some(uffd) = fds.into_iter().next() else { return false };
     if !host.shared.may_serve(segment, process) {
-        // It was given up meanwhile.
+        // The process does not own the segment any more.
         return true;
     }
     let served = host.shared.serve_faults(segment, uffd, pulls);
-    served.inspect_err(|error| tracing::error!(%segment, %error, "cannot serve a program's faults")).is_ok()
+    served.inspect_err(|error| tracing::error!(%segment, %error, "cannot serve page faults")).is_ok()
 }
 
-/// A process that is open.
+/// The connection of an open process.
 struct Program<'a> {
     host: &'a Arc<SegmentHost>,
     tenant: u32,
@@ -233,7 +238,7 @@ impl Program<'_> {
 
     fn answer(&self, call: Call) -> Result<Answer, SegmentError> {
         match call {
-            // An earlier process of the agent has done it.
+            // An earlier process of the agent has deallocated the segment.
             Call::Deallocate { id, is_repeated: true } if self.host.is_gone(self.key(id))? => {}
             Call::Deallocate { id, .. } => {
                 let segment = self.own(id)?;
@@ -250,14 +255,14 @@ impl Program<'_> {
                 Ok(segment) => self.host.abort(segment)?,
                 Err(_) => self.host.end_restore(self.key(id), self.process),
             },
-            // It has arrived, and may be the process's again by now.
+            // The segment has arrived at the target, and may have returned to this process.
             Call::Transfer { id, tenure, is_repeated: true }
                 if !self.host.is_tenure(self.key(id), self.process, tenure) => {}
             Call::Transfer { id, is_repeated, .. } => {
                 let outcome = match self.own(id) {
                     Ok(segment) => self.host.transfer(segment),
                     // An earlier process of the agent has handed it over.
-                    Err(_) if is_repeated => self.host.transfer_again(self.key(id), self.process),
+                    Err(_) if is_repeated => self.host.resume_transfer(self.key(id), self.process),
                     Err(error) => return Err(error),
                 };
                 match outcome {
@@ -267,7 +272,7 @@ impl Program<'_> {
             }
             Call::Pull { id, offset, bytes } => self.pull(self.own(id)?, offset, bytes)?,
             Call::Close { id } => {
-                self.host.await_arming(self.own(id)?)?;
+                self.host.wait_until_armed(self.own(id)?)?;
                 self.host.close(self.own(id)?)?;
             }
             Call::Discard { id } => self.host.discard(self.own(id)?)?,
@@ -290,7 +295,9 @@ impl Program<'_> {
             | Call::Restore { .. }
             | Call::Restored { .. }
             | Call::Allocate { .. } => {
-                return Ok(Answer::Failed("this connection is not for that".into()));
+                return Ok(Answer::Failed(
+                    "the connection of an open process does not serve this call".into(),
+                ));
             }
         }
         Ok(Answer::Done)
@@ -301,7 +308,7 @@ impl Program<'_> {
         let length = self.host.bytes(segment)?;
         let end = offset.checked_add(bytes).filter(|end| *end <= length);
         let end = end.ok_or(SegmentError::Range { segment, offset, bytes })?;
-        self.host.await_arming(segment)?;
+        self.host.wait_until_armed(segment)?;
         let page_of = |offset: u64| u32::try_from(offset / PAGE_BYTES).unwrap_or(u32::MAX);
         self.host.shared.pull_range(segment, page_of(offset)..page_of(end.next_multiple_of(PAGE_BYTES)))
     }
@@ -315,28 +322,28 @@ pub(super) fn failed(error: &SegmentError) -> Answer {
     Answer::Failed(error.to_string())
 }
 
-/// The next request; `None` if the program has closed the connection, or sends something else.
+/// Receives the next call. `None` if the program has closed the connection, or has sent a frame
+/// that is not a call.
 pub(super) fn next_call(socket: &OwnedFd) -> Option<(Result<Call, String>, Vec<OwnedFd>)> {
-    // A program may be silent for long.
-    while !wait_readable(&[socket], SILENCE_TICK).ok()? {}
+    while !wait_readable(&[socket], IDLE_POLL_TIMEOUT).ok()? {}
     match receive_frame(socket) {
         Ok((Frame::SegmentCall(json), fds)) => Some((parse(&json), fds)),
         Err(ReceiveError::Closed) => None,
         Ok(_) => None,
         Err(error) => {
-            tracing::warn!(%error, "closed the connection of a program with segments");
+            tracing::warn!(%error, "cannot receive a call of a program; closing its connection");
             None
         }
     }
 }
 
-/// Answers a request. Returns false if the program has closed the connection.
+/// Sends an answer to a program. Returns false if the program has closed the connection.
 pub(super) fn answer(socket: &OwnedFd, answer: &Answer) -> bool {
     send_frame(socket, &frame_of(answer), &[]).is_ok()
 }
 
-/// Answers with a segment, without waiting. Returns false if the program has closed the connection,
-/// or does not read its answers.
+/// Sends a segment to a program, without blocking. Returns false if the program has closed the
+/// connection, or does not read its answers.
 pub(super) fn answer_segment(socket: &OwnedFd, arrival: &Arrival) -> bool {
     let Arrival { segment, address, data, is_partial, tenure } = arrival;
     let found = Answer::Segment {
@@ -346,7 +353,7 @@ pub(super) fn answer_segment(socket: &OwnedFd, arrival: &Arrival) -> bool {
         is_partial: *is_partial,
         tenure: *tenure,
     };
-    // The program itself may not be allowed to have a userfaultfd.
+    // The program itself may not have the permission to open a userfaultfd.
     let open = || rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).ok();
     let device = if *is_partial { open() } else { None };
     let fds: Vec<BorrowedFd<'_>> =

@@ -1,4 +1,4 @@
-//! Pulls pages: carries out what a puller has decided, and has the program see them.
+//! Pulls pages: carries out the steps of a puller, and maps the pages in the program.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use super::{SegmentError, SegmentKey};
 use crate::pulling::{ReadEnd, ReadMode, ReadOrder, Step};
 use aquifer_ownership::Life;
 
-/// Pages that are read at once ahead of the program while its threads wait for pages now and then:
-/// so few that none waits long behind them.
+/// Maximum number of pages that are read at once ahead of programs while demands are expected. It
+/// bounds the time for which a demand waits behind these pages.
 const PAGES_BETWEEN_DEMANDS: u32 = 8;
-/// Interval of attempts to read from a host whose agent is away.
+/// Interval between attempts to read from a host whose agent is away.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 impl HostShared {
-    /// Pulls a page, if it is not here.
+    /// Pulls a page, if it is not present.
     ///
     /// # Errors
     /// If the segment is not owned here, or the page is lost.
     ///
     /// # Panics
-    /// If there is no such page.
+    /// If the segment has no such page.
     pub(super) fn pull(&self, segment: SegmentKey, page: u32) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         let step = {
@@ -42,7 +42,7 @@ impl HostShared {
                 match puller.demand(page) {
                     Some(Step::Complete { .. }) => return Ok(()),
                     Some(step) => break step,
-                    // Another thread reads it.
+                    // Another thread reads the page.
                     None => {
                         let pulled = Arc::clone(&entry.pulled);
                         pulled.wait(&mut entry);
@@ -53,14 +53,16 @@ impl HostShared {
         self.carry_out_pull(segment, &entry, vec![step], false)
     }
 
-    /// Pulls pages for which threads of the program wait, and lets them go on. Those for pages that
-    /// are on their way go on when these have arrived. Returns whether there were none of these.
+    /// Pulls pages for which threads of the program wait, and wakes these threads.
+    ///
+    /// Pages that another thread reads are skipped: that thread wakes the threads that wait for
+    /// them. Returns whether no page was skipped.
     ///
     /// # Errors
-    /// If the segment is not owned here, or a page is lost: then touches of it are SIGBUS.
+    /// If the segment is not owned here, or a page is lost: then an access to it raises SIGBUS.
     ///
     /// # Panics
-    /// If there is no such page.
+    /// If the segment has no such page.
     pub(super) fn demand(&self, segment: SegmentKey, pages: &[u32]) -> Result<bool, SegmentError> {
         let entry = self.owned(segment)?;
         let steps: Vec<Step> = {
@@ -80,23 +82,23 @@ impl HostShared {
         Ok(are_all)
     }
 
-    /// Pulls a range of pages, as far as they are not here.
+    /// Pulls the pages of a range that are not present.
     ///
     /// # Errors
     /// If the segment is not owned here, or a page is lost.
     ///
     /// # Panics
-    /// If there are no such pages.
+    /// If the segment has no such pages.
     pub(super) fn pull_range(&self, segment: SegmentKey, pages: Range<u32>) -> Result<(), SegmentError> {
         for first in pages.clone().step_by(PAGES_MAX as usize) {
             let end = pages.end.min(first.saturating_add(PAGES_MAX));
             self.demand(segment, &(first..end).collect::<Vec<_>>())?;
         }
-        // What other threads pull is waited for, and what they have lost is noticed.
+        // Waits for the pages that other threads pull, and fails if one of them is lost.
         pages.into_iter().try_for_each(|page| self.pull(segment, page))
     }
 
-    /// Pulls all pages that are not here. Then no other host has a part in the segment.
+    /// Pulls all pages that are not present. Then the segment does not depend on other hosts.
     ///
     /// # Errors
     /// If the segment is not owned here, or a page is lost.
@@ -109,7 +111,7 @@ impl HostShared {
         Ok(())
     }
 
-    /// Gives up the pages that are not here.
+    /// Discards the pages that are not present.
     pub(super) fn discard(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         if let Some(puller) = &mut entry.lock().puller {
@@ -119,13 +121,13 @@ impl HostShared {
         Ok(())
     }
 
-    /// Pulls some pages ahead of the program, over a connection of its own, when no thread waits
-    /// for a page. Returns whether there are more.
+    /// Pulls some pages ahead of the program, over a connection for these pages only, after demands
+    /// and within the rate limit. Returns whether pages are left to pull.
     ///
     /// # Errors
     /// If the segment is not owned here, or a page is lost.
     pub(super) fn pull_ahead(&self, segment: SegmentKey) -> Result<bool, SegmentError> {
-        let pages_max = if self.precedence.give_way() { PAGES_BETWEEN_DEMANDS } else { PAGES_MAX };
+        let pages_max = if self.precedence.wait_for_demands() { PAGES_BETWEEN_DEMANDS } else { PAGES_MAX };
         let entry = self.owned(segment)?;
         let steps: Vec<Step> = match &mut entry.lock().puller {
             None => return Ok(false),
@@ -134,15 +136,16 @@ impl HostShared {
         let began = Instant::now();
         let (are_more, bytes) = (steps.len() == pages_max as usize, steps.len() as u64 * PAGE_BYTES);
         self.carry_out_pull(segment, &entry, steps, false)?;
-        std::thread::sleep(self.pace.charge(bytes, began).saturating_sub(began.elapsed()));
+        std::thread::sleep(self.pull_limiter.charge(bytes, began).saturating_sub(began.elapsed()));
         Ok(are_more)
     }
 }
 
 impl HostShared {
-    /// Carries out what a puller has decided, until the pages are here and the program sees them.
+    /// Carries out the steps of a puller until all pages are present and mapped in the program, or
+    /// lost.
     ///
-    /// With `threads_wait`, pages ahead of programs wait for these READs.
+    /// With `threads_wait`, the READs are a demand, which delays pages ahead of programs.
     fn carry_out_pull(
         &self,
         segment: SegmentKey,
@@ -152,7 +155,7 @@ impl HostShared {
     ) -> Result<(), SegmentError> {
         let mut pulled = Pulled::default();
         pulled.extend(steps);
-        pulled.show(entry);
+        pulled.map_pages(entry);
         while let Some(first) = pulled.orders.first().copied() {
             let is_alike = |order: &ReadOrder| (order.from, order.mode) == (first.from, first.mode);
             let orders = std::mem::take(&mut pulled.orders);
@@ -160,7 +163,7 @@ impl HostShared {
             pulled.orders = alike.split_off(alike.len().min(PAGES_MAX as usize));
             pulled.orders.extend(others);
             let ends = {
-                // Not until the program sees the pages: it can hold that up for ever.
+                // The demand ends before the pages are mapped: a program can delay that for ever.
                 let _demand = threads_wait.then(|| self.precedence.demand());
                 self.read(segment, entry, &alike)
             };
@@ -178,7 +181,7 @@ impl HostShared {
                 }
                 entry.pulled.notify_all();
             }
-            pulled.show(entry);
+            pulled.map_pages(entry);
         }
         match pulled.first_lost {
             Some(page) => Err(SegmentError::Lost { segment, page }),
@@ -187,7 +190,7 @@ impl HostShared {
         }
     }
 
-    /// Makes READs of the same copy, in the same way. Returns their ends.
+    /// Performs READs of the same copy in the same mode. Returns their results.
     fn read(&self, segment: SegmentKey, entry: &Mutex<Segment>, orders: &[ReadOrder]) -> Vec<ReadEnd> {
         let gone = || vec![ReadEnd::Gone; orders.len()];
         let ReadOrder { from, mode, .. } = orders[0];
@@ -213,15 +216,15 @@ impl HostShared {
                 }
                 self.peers.remove(from.at, lane, &peer);
             }
-            // An agent that has died may come again, and has its memory then.
+            // An agent that has ended may be restarted, and then has its memory again.
             if matches!(self.registry.lives(from.at), Ok(false)) || self.is_ending() {
                 return gone();
             }
-            // It is not needed any more.
+            // The copy may have been discarded meanwhile.
             if !entry.lock().copies.iter().any(|place| place.link == from) {
                 return gone();
             }
-            // An agent that was restarted has it elsewhere.
+            // A restarted agent has the copy at another address, with other keys.
             let ask = Ask::Place { generation: from.generation };
             match self.ask(&Request { segment, from: self.own, to: from.at, ask }) {
                 Some(Answer::Place(found)) if found.link == from => place = found,
@@ -234,7 +237,8 @@ impl HostShared {
         }
     }
 
-    /// If all pages are here, tells the other hosts that their copies are not needed.
+    /// Ends pulling if all pages are present, and notifies the other hosts that their copies are
+    /// not needed.
     pub(super) fn finish(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
         {
             let mut entry = entry.lock();
@@ -246,7 +250,7 @@ impl HostShared {
         self.release_copies(segment, entry);
     }
 
-    /// Tells the other hosts that have copies of a segment that these are not needed.
+    /// Notifies the other hosts that have copies of a segment that these are not needed.
     pub(super) fn release_copies(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
         let (others, generation) = {
             let mut entry = entry.lock();
@@ -260,21 +264,21 @@ impl HostShared {
         hosts.sort_unstable();
         hosts.dedup();
         for to in hosts.into_iter().filter(|to| *to != self.own) {
-            // A host that misses it keeps the memory until the next release.
+            // A host that does not receive the request keeps the memory until the next release.
             let ask = Ask::Release { generation };
             let _ = self.ask(&Request { segment, from: self.own, to, ask });
         }
     }
 }
 
-/// What becomes of pages that are pulled.
+/// The progress of the pages that one call pulls.
 #[derive(Default)]
 struct Pulled {
-    /// READs that are still to be made.
+    /// READs to perform.
     orders: Vec<ReadOrder>,
-    /// Pages that are in place, and that the program does not see yet.
+    /// Present pages that are not mapped in the program yet.
     complete: Vec<u32>,
-    /// Pages that are lost, and for which threads wait.
+    /// Lost pages for which threads wait.
     lost: Vec<u32>,
     first_lost: Option<u32>,
 }
@@ -295,17 +299,18 @@ impl Extend<Step> for Pulled {
 }
 
 impl Pulled {
-    /// Maps the pages in the program, and lets the threads go on that wait for them.
-    fn show(&mut self, entry: &Mutex<Segment>) {
+    /// Maps the present pages in the program and poisons the lost ones, and wakes the threads that
+    /// wait for them.
+    fn map_pages(&mut self, entry: &Mutex<Segment>) {
         let faults = entry.lock().served.as_ref().and_then(ServedFaults::faults);
         let (complete, lost) = (std::mem::take(&mut self.complete), std::mem::take(&mut self.lost));
         let Some(faults) = faults else { return };
         let runs = complete.chunk_by(|page, next| *next == page + 1);
-        let show = |run: &[u32]| faults.resume_all(run[0]..run[run.len() - 1] + 1);
-        // The mapping may be gone: it was handed over, or the program has ended.
-        let shown = runs.map(show).chain(lost.iter().map(|page| faults.poison(*page)));
-        for error in shown.filter_map(Result::err) {
-            tracing::debug!(%error, "a page of a segment is not where it was touched");
+        let map = |run: &[u32]| faults.resume_all(run[0]..run[run.len() - 1] + 1);
+        // Fails if the mapping is gone: the segment was handed over, or the program has ended.
+        let mapped = runs.map(map).chain(lost.iter().map(|page| faults.poison(*page)));
+        for error in mapped.filter_map(Result::err) {
+            tracing::debug!(%error, "cannot map a pulled page in the program");
         }
     }
 }

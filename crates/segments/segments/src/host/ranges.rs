@@ -1,31 +1,31 @@
-//! Which addresses the segments of a tenant have: at the same ones in each of its processes.
+//! The addresses of a tenant's segments, which are the same in each of the tenant's processes.
 
 use std::collections::BTreeMap;
 
 use aquifer_arena::{ARENA_BYTES, ARENA_START, Arena};
 use serde::{Deserialize, Serialize};
 
-/// Most segments of a tenant.
+/// Maximum number of segments of a tenant.
 pub const SEGMENTS_MAX: usize = 1024;
 
 /// The directory's record of a tenant's addresses.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct RangesRecord {
-    /// The last hand-over of any segment that was deallocated. The hand-overs of later segments
-    /// have greater numbers, because other hosts have not forgotten those of the former ones.
+    /// The greatest number of a hand-over of any segment that was deallocated. The hand-overs of
+    /// later segments have greater numbers, because other hosts remember the earlier ones.
     pub generation: u64,
-    /// By the number of the segment: its first address, and its length in bytes.
+    /// The first address and the length in bytes of each segment, by its number.
     pub ranges: BTreeMap<u64, (u64, u64)>,
 }
 
 impl RangesRecord {
-    /// Grants addresses to a new segment of this length: the lowest that are free. `None` if there
-    /// are none, or the tenant has too many segments.
+    /// Grants the lowest free addresses to a new segment of `bytes` bytes. `None` if there are
+    /// none, or the tenant has [`SEGMENTS_MAX`] segments.
     ///
     /// # Panics
     /// If the segment has addresses already.
     pub fn grant(&mut self, id: u64, bytes: u64) -> Option<u64> {
-        assert!(!self.ranges.contains_key(&id), "it has addresses already");
+        assert!(!self.ranges.contains_key(&id), "segment {id} has addresses already");
         if self.ranges.len() >= SEGMENTS_MAX {
             return None;
         }
@@ -47,14 +47,14 @@ impl RangesRecord {
         Some(address)
     }
 
-    /// Takes the addresses of a segment back, whose last hand-over had this number.
+    /// Frees the addresses of a segment whose last hand-over had the number `generation`.
     pub fn remove(&mut self, id: u64, generation: u64) {
         self.ranges.remove(&id);
         self.retire(generation);
     }
 
-    /// A segment is no more whose last hand-over had this number. It keeps its addresses, because
-    /// it may be restored.
+    /// Records that a segment has ended whose last hand-over had the number `generation`. The
+    /// segment keeps its addresses, because it may be restored.
     pub fn retire(&mut self, generation: u64) {
         self.generation = self.generation.max(generation);
     }

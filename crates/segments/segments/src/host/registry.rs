@@ -1,4 +1,4 @@
-//! The directory's records of segments, and of the hosts that have them.
+//! The directory's records of segments, of the hosts that serve segments, and of processes.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,10 +10,11 @@ use serde::{Deserialize, Serialize};
 use super::ranges::RangesRecord;
 use aquifer_ownership::{Change, Evidence, Life, SegmentRecord, transaction};
 
-/// Attempts of a transaction while others change the same records.
+/// Maximum number of attempts of a transaction that fails because another host has changed the same
+/// records.
 pub(super) const ATTEMPTS_MAX: u32 = 16;
 
-/// A segment: its tenant, and the number that the tenant gave it.
+/// The key of a segment: its tenant, and the number that the tenant gave it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct SegmentKey {
     /// The tenant.
@@ -47,44 +48,44 @@ impl SegmentKey {
     }
 }
 
-/// What has become of a request for a new segment.
+/// The result of a request for a new segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Creation {
-    /// It exists, at this address. Its hand-overs have numbers above the generation.
+    /// The segment was created.
     Created {
-        /// The first address.
+        /// The segment's first address.
         address: u64,
-        /// The generation.
+        /// The number above which the segment's hand-overs are numbered.
         generation: u64,
     },
-    /// There is a segment with this key.
+    /// A segment with this key exists.
     Exists,
-    /// There are copies of one, from which it can be restored.
+    /// A lost segment with this key has copies, from which it can be restored.
     HasCopies,
-    /// The tenant has no addresses left, or too many segments.
+    /// The tenant has no addresses left, or the maximum number of segments.
     Full,
-    /// Others change the tenant's addresses all the time.
+    /// Each attempt failed because another host changed the tenant's addresses.
     Busy,
 }
 
-/// The records, as one host reads and writes them.
+/// Access to the directory's records for one host.
 #[derive(Clone, Debug)]
 pub struct Registry {
     pub(super) directory: Arc<dyn Directory>,
 }
 
 impl Registry {
-    /// The records in a directory.
+    /// Accesses the records in a directory.
     #[must_use]
     pub fn new(directory: Arc<dyn Directory>) -> Self {
         Self { directory }
     }
 
-    /// Records that a host serves segments, while this process of its agent lasts: at an address,
-    /// or only those of its own processes.
+    /// Records that a host serves segments, until the lease ends. Without an address, other hosts
+    /// cannot hand segments over to it.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn join(&self, own: Life, address: Option<SocketAddr>, lease: Lease) -> Result<(), DirectoryError> {
         let address = address.map_or_else(String::new, |address| address.to_string());
         let record = SegmentHostRecord { host: own.host, epoch: own.epoch, address };
@@ -95,16 +96,16 @@ impl Registry {
     /// The address of a host; `None` if it has none, or its agent is away.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn address(&self, life: Life) -> Result<Option<SocketAddr>, DirectoryError> {
         Ok(self.host(life)?.and_then(|(record, _)| record.address.parse().ok()))
     }
 
-    /// Records that a process of a tenant is on a host. Returns false if another host has one of
-    /// this name.
+    /// Records that a process of a tenant is on a host. Returns false if another host has a process
+    /// with this name.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn add_process(
         &self,
         tenant: u32,
@@ -128,10 +129,10 @@ impl Registry {
         Ok(self.directory.transaction(&Transaction { compares, ..new })?.is_committed())
     }
 
-    /// Ends the record of a process.
+    /// Removes the record of a process.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn remove_process(&self, tenant: u32, process: &str) -> Result<(), DirectoryError> {
         self.directory.delete(&names::segment_process_key(tenant, process)).map(drop)
     }
@@ -139,16 +140,17 @@ impl Registry {
     /// The host of a process; `None` if there is no such process.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn find_process(&self, tenant: u32, process: &str) -> Result<Option<Life>, DirectoryError> {
         let entry = self.directory.get(&names::segment_process_key(tenant, process))?;
         entry.map(|entry| names::decode(&entry)).transpose()
     }
 
-    /// Records a new segment of an owner, and grants it addresses. It replaces one that is lost.
+    /// Records a new segment of an owner, and grants it addresses. Replaces a lost segment without
+    /// copies.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn create(
         &self,
         segment: SegmentKey,
@@ -160,13 +162,13 @@ impl Registry {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
             let (copies, copies_compare) = self.copies_entry(segment)?;
             let mut compares = vec![compare, copies_compare];
-            let Some(last) = self.end_of_lost(segment, evidence, &mut compares)? else {
+            let Some(last) = self.next_generation_if_lost(segment, evidence, &mut compares)? else {
                 return Ok(Creation::Exists);
             };
             if copies.is_some_and(|copies| copies.has_copies()) {
                 return Ok(Creation::HasCopies);
             }
-            // Its bytes are lost with its owner.
+            // The bytes of the former segment are lost with its owner.
             ranges.remove(segment.id, last);
             let Some(address) = ranges.grant(segment.id, bytes) else { return Ok(Creation::Full) };
             let record = SegmentRecord::new(owner, ranges.generation);
@@ -181,12 +183,12 @@ impl Registry {
         Ok(Creation::Busy)
     }
 
-    /// Removes the record of a segment that its owner deallocates, and takes its addresses back.
-    /// Returns false if it has another owner, is being handed over, or others change the tenant's
-    /// addresses all the time.
+    /// Removes the record of a segment that its owner deallocates, and frees its addresses if there
+    /// is no record of copies. Returns false if the segment has another owner or is being handed
+    /// over, or if each attempt failed because another host changed the tenant's addresses.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn remove(&self, segment: SegmentKey, owner: Life) -> Result<bool, DirectoryError> {
         for _ in 0..ATTEMPTS_MAX {
             let Some(entry) = self.directory.get(&segment.name())? else { return Ok(true) };
@@ -212,9 +214,10 @@ impl Registry {
         Ok(false)
     }
 
-    /// The number after the last hand-over of a segment that no live host owns, 0 if there is none;
-    /// `None` if one may own it. A transaction with the compares fails if that changes.
-    pub(super) fn end_of_lost(
+    /// Returns the number after the last hand-over of a segment that no live host owns, or 0 if
+    /// there is no record of it. `None` if a live host may own the segment. A transaction with the
+    /// compares fails if that changes.
+    pub(super) fn next_generation_if_lost(
         &self,
         segment: SegmentKey,
         evidence: Evidence,
@@ -236,7 +239,8 @@ impl Registry {
         Ok(is_lost.then_some(record.generation + 1))
     }
 
-    /// The addresses of a tenant's segments; a transaction with the compare fails if they change.
+    /// Returns the addresses of a tenant's segments. A transaction with the compare fails if they
+    /// change.
     pub(super) fn ranges(&self, tenant: u32) -> Result<(RangesRecord, Compare), DirectoryError> {
         let key = names::segment_ranges_key(tenant);
         Ok(match self.directory.get(&key)? {
@@ -245,44 +249,45 @@ impl Registry {
         })
     }
 
-    /// The record of a segment, and whether a lease lasts.
+    /// Returns the record of a segment, and whether the life `other` lasts; true if there is none.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn observe(
         &self,
         segment: SegmentKey,
         other: Option<Life>,
     ) -> Result<Option<(SegmentRecord, bool)>, DirectoryError> {
-        // In this order: a target that confirms and then dies is seen to have confirmed.
+        // The record is read last, so that it has the confirmation of a target that has confirmed
+        // and then died.
         let lives = other.map_or(Ok(true), |life| self.lives(life))?;
         let Some(entry) = self.directory.get(&segment.name())? else { return Ok(None) };
         Ok(Some((names::decode(&entry)?, lives)))
     }
 
-    /// Carries out a transaction. Returns whether it was carried out.
+    /// Carries out a change of a segment's record. Returns whether its conditions held.
     ///
     /// # Errors
-    /// Those of the directory. Then it may have been carried out.
+    /// If the directory fails. Then the change may have been carried out.
     pub fn carry_out(&self, segment: SegmentKey, change: &Change) -> Result<bool, DirectoryError> {
         transaction::carry_out(&*self.directory, &segment.name(), change, |life, compares| {
             self.life_of(life, compares)
         })
     }
 
-    /// Whether a life lasts. It ends when other hosts recover the host, which they do not before
-    /// its agent has been away for its grace time.
+    /// Whether a life lasts. A life ends when other hosts recover its host, which they do only
+    /// after its agent has been away for its grace time.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn lives(&self, life: Life) -> Result<bool, DirectoryError> {
         self.life_of(life, &mut Vec::new())
     }
 
-    /// The segments whose records name an owner.
+    /// Lists the segments whose records name the given owner.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn segments_of(&self, owner: Life) -> Result<Vec<SegmentKey>, DirectoryError> {
         let listing = self.directory.list(names::SEGMENTS)?;
         let mut keys = Vec::new();
@@ -293,15 +298,15 @@ impl Registry {
         Ok(keys)
     }
 
-    /// The record of a segment.
+    /// Returns the record of a segment.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// If the directory fails.
     pub fn find(&self, segment: SegmentKey) -> Result<Option<SegmentRecord>, DirectoryError> {
         self.directory.get(&segment.name())?.map(|entry| names::decode(&entry)).transpose()
     }
 
-    /// Whether a life lasts; a transaction with the compare fails if that changes.
+    /// Whether a life lasts. A transaction with the compare fails if that changes.
     pub(super) fn life_of(&self, life: Life, compares: &mut Vec<Compare>) -> Result<bool, DirectoryError> {
         let key = names::holder_key(life.host);
         let entry = self.directory.get(&key)?;
@@ -313,6 +318,7 @@ impl Registry {
         Ok(record.is_some_and(|record| record.claim_epoch == life.epoch))
     }
 
+    /// Returns the record of a life's host, and its version.
     fn host(&self, life: Life) -> Result<Option<(SegmentHostRecord, u64)>, DirectoryError> {
         let Some(entry) = self.directory.get(&names::segment_host_key(life.host))? else { return Ok(None) };
         let record: SegmentHostRecord = names::decode(&entry)?;

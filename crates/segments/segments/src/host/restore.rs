@@ -1,4 +1,4 @@
-//! What an earlier process of the agent has left.
+//! Recovery of the segments that an earlier process of the agent has left.
 
 use aquifer_directory::DirectoryRetries;
 
@@ -13,8 +13,8 @@ use crate::pulling::{Lineage, Puller};
 use aquifer_ownership::{Holding, Input};
 
 impl HostShared {
-    /// Goes on with the segments that the keeper has held, and frees the records of those that were
-    /// lost.
+    /// Recovers the segments that the keeper holds, and removes the directory's records of segments
+    /// that this host owned and that are lost.
     pub(super) fn restore(
         &self,
         kept: Vec<KeptSegment>,
@@ -26,7 +26,7 @@ impl HostShared {
                 Some((memory, Some(entry))) if entry.holder.own() == self.own => {
                     self.restore_segment(segment, memory, entry, retries)?;
                 }
-                // It was never used.
+                // The memory was never used, or only by an earlier life of the host.
                 Some((memory, _)) => self.memories.free(&memory),
                 None => {}
             }
@@ -34,7 +34,7 @@ impl HostShared {
         let is_held = |segment| self.segments.contains(segment);
         let owned = retries.repeat(|| self.registry.segments_of(self.own))?;
         for lost in owned.into_iter().filter(|segment| !is_held(*segment)) {
-            tracing::error!(segment = %lost, "a segment was lost with the agent's last process");
+            tracing::error!(segment = %lost, "a segment is lost: its memory was not recovered");
             let _was_removed = retries.repeat(|| self.registry.remove(lost, self.own))?;
         }
         Ok(())
@@ -50,7 +50,7 @@ impl HostShared {
         let JournalEntry { holder, copies, address, process, identity, passes, .. } = entry;
         let mut restored =
             Segment { holder, copies, address, process, identity, passes, ..Segment::absent(self.own) };
-        // Its regions have new keys.
+        // The memory's regions have new keys.
         for place in restored.copies.iter_mut().filter(|place| place.link.at == self.own) {
             *place = self.own_place(&memory, place.link.generation).unwrap_or(*place);
         }
@@ -58,13 +58,13 @@ impl HostShared {
             let lineage = Lineage::of(restored.copies.iter().map(|place| place.link));
             let generation = restored.copies[0].link.generation;
             let is_present = |page| memory.is_present(generation, page);
-            // Also without other copies: pages that were given up are not here.
+            // Also without other copies: discarded pages are not present.
             let puller = Puller::resumed(self.own, memory.pages(), lineage, is_present);
             restored.puller = Some(puller).filter(|puller| puller.missing() > 0);
         }
         restored.memory = Some(memory);
         let is_gone = match restored.holder.holding() {
-            // It was deallocated.
+            // Without a record, the segment was deallocated.
             Holding::Owned { .. } | Holding::Sent { .. } => {
                 retries.repeat(|| self.registry.find(segment))?.is_none()
             }
@@ -86,8 +86,8 @@ impl HostShared {
         Ok(())
     }
 
-    /// Whether a process other than `identity` that runs has segments under a name: it has not come
-    /// back to this process of the agent yet.
+    /// Whether a running process other than `identity` owns segments under the name `process`. Such
+    /// a process has not reconnected to this process of the agent yet.
     pub(super) fn is_used_by_another(
         &self,
         tenant: u32,
@@ -109,7 +109,7 @@ impl HostShared {
 }
 
 impl Segment {
-    /// That of its newest copy.
+    /// The generation of the segment's newest copy.
     fn generation(&self) -> Option<u64> {
         self.copies.first().map(|place| place.link.generation)
     }

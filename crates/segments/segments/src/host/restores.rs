@@ -1,4 +1,5 @@
-//! The segments that processes are restoring from copies, which nothing else sees.
+//! The segments that processes are restoring from copies. All other parts of the host ignore them
+//! until the restore is committed.
 
 use std::collections::BTreeMap;
 
@@ -27,24 +28,25 @@ impl Restores {
         self.0.lock().contains_key(&segment)
     }
 
-    /// Adds a segment. Returns the former memory, if another thread has added it meanwhile.
+    /// Adds a segment. Returns the former memory if another thread has added the same segment
+    /// meanwhile.
     pub fn add(&self, segment: SegmentKey, restoring: RestoringMemory) -> Option<RestoringMemory> {
         self.0.lock().insert(segment, restoring)
     }
 
-    /// Removes a segment that a process restores.
+    /// Removes a segment if the given process restores it.
     pub fn remove_of(&self, segment: SegmentKey, process: &str) -> Option<RestoringMemory> {
         let mut all = self.0.lock();
-        let is_its = all.get(&segment).is_some_and(|restoring| restoring.process == process);
-        if is_its { all.remove(&segment) } else { None }
+        let is_of_process = all.get(&segment).is_some_and(|restoring| restoring.process == process);
+        if is_of_process { all.remove(&segment) } else { None }
     }
 
     /// The segments that a process restores.
     pub fn of_process(&self, tenant: u32, process: &str) -> Vec<SegmentKey> {
         let all = self.0.lock();
-        let is_its = |(segment, restoring): &(&SegmentKey, &RestoringMemory)| {
+        let is_of_process = |(segment, restoring): &(&SegmentKey, &RestoringMemory)| {
             segment.tenant == tenant && restoring.process == process
         };
-        all.iter().filter(is_its).map(|(segment, _)| *segment).collect()
+        all.iter().filter(is_of_process).map(|(segment, _)| *segment).collect()
     }
 }

@@ -12,8 +12,8 @@ use aquifer_ownership::Life;
 /// A segment that several threads use.
 pub(super) type SharedSegment = Arc<Mutex<Segment>>;
 
-/// All segments of which this host knows something. No method returns with the table locked, and
-/// none but [`Self::remove_if`] locks a segment.
+/// All segments of which this host has a state, also those that have left. No method returns with
+/// the table locked, and only [`Self::remove_if`] locks a segment.
 #[derive(Debug, Default)]
 pub(super) struct SegmentTable(Mutex<BTreeMap<SegmentKey, SharedSegment>>);
 
@@ -22,7 +22,7 @@ impl SegmentTable {
         self.0.lock().get(&segment).cloned()
     }
 
-    /// The segment, which is added as absent if the table does not have it.
+    /// Returns a segment, which is added as absent if the table does not have it.
     pub fn get_or_add(&self, segment: SegmentKey, own: Life) -> SharedSegment {
         let absent = || Arc::new(Mutex::new(Segment::absent(own)));
         Arc::clone(self.0.lock().entry(segment).or_insert_with(absent))
@@ -34,7 +34,7 @@ impl SegmentTable {
     }
 
     /// Removes an entry for which the condition holds, unless it was replaced or another thread
-    /// than the caller's has it. Locks the table and then the segment.
+    /// has a reference to it. Locks the table and then the segment.
     pub fn remove_if(
         &self,
         segment: SegmentKey,
@@ -54,7 +54,7 @@ impl SegmentTable {
         self.0.lock().contains_key(&segment)
     }
 
-    /// The keys and the segments of this moment.
+    /// Returns a snapshot of all keys and segments.
     pub fn all(&self) -> Vec<(SegmentKey, SharedSegment)> {
         self.0.lock().iter().map(|(segment, entry)| (*segment, Arc::clone(entry))).collect()
     }

@@ -1,4 +1,4 @@
-//! The faults of a program's segment, and the threads that serve them.
+//! The page faults of a program's segment, and the threads that serve them.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -12,14 +12,14 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use super::shared::HostShared;
 use super::{SegmentError, SegmentKey};
 
-/// Faults that are served. Its threads end after it is dropped.
+/// The faults of one mapping while they are served. Its threads end after this is dropped.
 ///
 /// The last close of a userfaultfd waits for the lock of its memory, which a hostile program can
-/// hold for ever. So the thread that serves the faults has a reference until it must stop,
-/// and a drop of this value is never the last close.
+/// hold for ever. So the thread that serves the faults has a reference until it must stop, and a
+/// drop of this value is never the last close.
 #[derive(Debug)]
 pub(super) struct ServedFaults {
-    /// `None` only while it is dropped.
+    /// The userfaultfd; `None` only during the drop.
     faults: Option<Arc<PageFaults>>,
     stop: Arc<OwnedFd>,
 }
@@ -30,12 +30,12 @@ impl ServedFaults {
         Ok(Self { faults: Some(Arc::new(faults)), stop: Arc::new(stop) })
     }
 
-    /// The faults, for requests of a thread that holds no lock when it drops them.
+    /// Returns a reference to the faults. The caller must hold no lock when it drops it.
     pub(super) fn faults(&self) -> Option<Arc<PageFaults>> {
         self.faults.clone()
     }
 
-    /// Wakes all threads of the program that wait, so that they touch their pages again.
+    /// Wakes all waiting threads of the program, so that they fault again.
     pub(super) fn wake_all(&self) {
         // Fails if the program has ended.
         let _has_ended = self.faults.as_ref().map(|faults| faults.wake_all());
@@ -44,7 +44,7 @@ impl ServedFaults {
     fn start(&self, host: &Arc<HostShared>, segment: SegmentKey, pulls: bool) -> Result<(), SegmentError> {
         self.spawn("segment-faults", host, segment, move |host, faults, stop| {
             serve(host, segment, faults, stop);
-            await_stop(stop);
+            wait_until_readable(stop);
         })?;
         if pulls {
             self.spawn("segment-pull", host, segment, move |host, faults, stop| {
@@ -67,7 +67,7 @@ impl ServedFaults {
             (Arc::clone(host), host.memories.descriptors().charge(segment.tenant, THREAD_DESCRIPTORS)?);
         let serve = move || {
             run(&host, &faults, &stop);
-            // This may be the last close. The thread counts until it has returned.
+            // This may be the last close. The thread is charged until the close has returned.
             drop(faults);
             drop(charge);
         };
@@ -77,30 +77,28 @@ impl ServedFaults {
 }
 
 impl Drop for ServedFaults {
-    /// The threads end by themselves. They are not waited for: the descriptor is the program's too,
-    /// which can make them wait.
+    /// Stops the threads, but does not wait for their end: a hostile program can delay it.
     fn drop(&mut self) {
-        // Before the stop of the thread, which has the last reference.
+        // Before the thread is stopped, because its reference must be the last one.
         self.faults.take();
         let written = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         debug_assert!(written.is_ok(), "a counter can be incremented");
     }
 }
 
-/// Whether a descriptor of a program is a userfaultfd: others could wait for ever.
+/// Whether a descriptor of a program is a userfaultfd. A read of another one could block for ever.
 fn is_userfaultfd(fd: &OwnedFd) -> bool {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
     name.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
-/// Waits until a descriptor is readable.
-fn await_stop(stop: &OwnedFd) {
-    let mut fds = [PollFd::new(stop, PollFlags::IN)];
+fn wait_until_readable(fd: &OwnedFd) {
+    let mut fds = [PollFd::new(fd, PollFlags::IN)];
     while poll(&mut fds, None) == Err(rustix::io::Errno::INTR) {}
 }
 
-/// Pulls each page that a thread of the program touches, until `stop`, or until the program has
-/// ended.
+/// Pulls each page that a thread of the program touches, until `stop` is readable or the program
+/// has ended.
 fn serve(host: &HostShared, segment: SegmentKey, faults: &PageFaults, stop: &OwnedFd) {
     let mut pages = Vec::new();
     loop {
@@ -117,11 +115,11 @@ fn serve(host: &HostShared, segment: SegmentKey, faults: &PageFaults, stop: &Own
         let began = Instant::now();
         match host.demand(segment, &pages) {
             Ok(true) => host.statistics.waits.record(began.elapsed()),
-            // What another READ brings is not timed. Or the segment was handed over: the mapping is
-            // gone, and with it those that waited.
+            // A wait for a READ of another thread is not recorded. If the segment was handed over,
+            // the mapping is gone, and no thread waits in it.
             Ok(false) | Err(SegmentError::NotOwned(_)) => {}
             Err(error) => {
-                tracing::error!(%segment, ?pages, %error, "pages of a segment are lost: a touch is SIGBUS");
+                tracing::error!(%segment, ?pages, %error, "pages of a segment are lost: access is SIGBUS");
             }
         }
         pages.clear();
@@ -143,15 +141,15 @@ fn pull_ahead(host: &HostShared, segment: SegmentKey, faults: &PageFaults, stop:
                 return;
             }
             Err(SegmentError::NotOwned(_)) => return,
-            // The page stays lost, and the program learns of it by SIGBUS if it touches it.
-            Err(error) => return tracing::error!(%segment, %error, "cannot pull all pages"),
+            // The page stays lost: the program receives SIGBUS if it touches the page.
+            Err(error) => return tracing::error!(%segment, %error, "cannot pull all pages of a segment"),
         }
     }
 }
 
 impl HostShared {
-    /// Serves the faults of a mapping from now on, instead of those of an earlier one. With
-    /// `pulls`, all pages are pulled ahead of the program; then its touches are plain again.
+    /// Starts to serve the faults of a mapping, and stops serving an earlier one. With `pulls`, all
+    /// pages are pulled ahead of the program; after that, its accesses do not fault any more.
     pub(super) fn serve_faults(
         self: &Arc<Self>,
         segment: SegmentKey,
@@ -169,10 +167,11 @@ impl HostShared {
         if !entry.may_serve() {
             return Err(SegmentError::NotOwned(segment));
         }
-        // The threads wait for the lock, and then the segment has its faults: what they pull is
-        // seen.
+        // The threads wait for the segment's lock. When they get it, `served` is set, so that the
+        // pages that they pull are mapped in the program.
         served.start(self, segment, pulls)?;
-        // An earlier process of the agent may have read touches of threads that wait.
+        // An earlier process of the agent may have read faults of waiting threads and not served
+        // them.
         served.wake_all();
         entry.served = Some(served);
         entry.is_arming = false;
@@ -180,7 +179,7 @@ impl HostShared {
         Ok(())
     }
 
-    /// Whether the faults of a process's segment may be served.
+    /// Whether the faults of a segment may be served for a process.
     pub(super) fn may_serve(&self, segment: SegmentKey, process: &str) -> bool {
         let entry = self.segments.get(segment);
         entry.is_some_and(|entry| {
@@ -189,7 +188,7 @@ impl HostShared {
         })
     }
 
-    /// Ends the serving of a segment's faults.
+    /// Stops serving the faults of a segment.
     pub(super) fn end_faults(&self, segment: SegmentKey) {
         if let Some(entry) = self.segments.get(segment) {
             entry.lock().served = None;

@@ -1,5 +1,4 @@
-//! Carries out hand-overs and pulls: what the state machines decide, with memory, the fabric and
-//! the directory.
+//! The interface of a host's segments: allocation, hand-overs, pulls and deallocation.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -27,10 +26,10 @@ use super::kept::{HostLease, KeptSegment};
 use super::memories::Memories;
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::open_processes::OpenProcesses;
-use super::pace::Pace;
 use super::peers::Peers;
 use super::precedence::Precedence;
 use super::programs::ProcessIdentity;
+use super::pull_rate_limiter::PullRateLimiter;
 use super::registry::{Creation, Registry};
 use super::restores::Restores;
 use super::segment_table::{SegmentTable, SharedSegment};
@@ -41,40 +40,40 @@ use super::wire::MESSAGE_BYTES_MAX;
 use crate::pulling::lineage::LINKS_MAX;
 use aquifer_ownership::{Evidence, Holder, Holding, Input, Life, Stage};
 
-/// Longest wait for the outcome of a hand-over. After that it is found out in the background.
-const OUTCOME_PATIENCE: Duration = Duration::from_secs(60);
-/// Longest wait for the directory to be told what has happened to a segment.
-const SETTLE_PATIENCE: Duration = Duration::from_secs(5);
-/// Longest wait for a process that has received a segment to have its faults served.
-const ARMING_PATIENCE: Duration = Duration::from_secs(5);
-/// Interval of looks at it.
-const LOOK: Duration = Duration::from_millis(50);
-/// The tenant of agents among themselves. No user has this number.
+/// Time for which a call waits for the outcome of a hand-over.
+const OUTCOME_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time for which a call waits until the directory has recorded this host as the owner.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for which a call waits until a process that has received a segment sends its userfaultfd.
+const ARMING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval between checks for the outcome of a hand-over.
+const OUTCOME_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// The tenant of connections between agents. No user has this number.
 const AGENTS: Tenant = Tenant(u32::MAX);
 
-/// What the segments of a host need.
+/// The parameters of [`SegmentHost::start`].
 #[derive(Clone, Debug)]
 pub struct SegmentOptions {
-    /// This host, from the claim of its number on: restarts of its agent are the same life.
+    /// The life of this host, which outlasts restarts of its agent.
     pub life: Life,
-    /// Where agents of other hosts connect. `None`: segments stay on this host.
+    /// The address at which agents of other hosts connect. `None`: segments stay on this host.
     pub listen: Option<SocketAddr>,
-    /// The cluster's key, which they must have.
+    /// The cluster's key, with which other agents prove that they belong to the cluster.
     pub key: ClusterKey,
-    /// Most bytes of segments of one tenant on this host.
+    /// Maximum of bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
-    /// Bytes per second that are pulled ahead of all programs together. `None`: as many as come.
+    /// Limit on bytes per second that are pulled ahead of all programs together. `None`: no limit.
     pub pull_rate: Option<u64>,
-    /// How long processes may have segments after this process of the agent has ended. Before that,
-    /// no other host may take the life of this one for ended.
+    /// Time for which processes may use segments after this process of the agent has ended. Other
+    /// hosts must not treat this life as ended before.
     pub grace: Duration,
     /// The folder with the sockets of the services of this machine.
     pub sockets: PathBuf,
     /// The descriptors of this process, which are charged to tenants.
     pub descriptors: Arc<DescriptorShares>,
-    /// Whether the start waits for the directory.
+    /// Whether and how long the start retries requests to the directory.
     pub retries: DirectoryRetries,
-    /// The lease of the host, without which programs are not served.
+    /// The lease of the host. Programs are served only while it is valid.
     pub lease: Arc<dyn HostLease>,
 }
 
@@ -89,11 +88,11 @@ pub struct SegmentHost {
 }
 
 impl SegmentHost {
-    /// Serves segments at an address, to agents with the cluster's key, and those that an earlier
-    /// process of the agent has left.
+    /// Starts to serve segments to agents with the cluster's key, among them the segments that an
+    /// earlier process of the agent has left.
     ///
     /// # Errors
-    /// If it cannot listen, or the directory fails.
+    /// If the host cannot listen at the address, or the directory fails.
     pub fn start(
         options: &SegmentOptions,
         directory: Arc<dyn Directory>,
@@ -135,7 +134,7 @@ impl SegmentHost {
             processes: OpenProcesses::default(),
             arrivals: Arrivals::default(),
             precedence: Precedence::default(),
-            pace: Pace::new(pull_rate),
+            pull_limiter: PullRateLimiter::new(pull_rate),
             statistics: Statistics::default(),
             jobs,
         });
@@ -152,39 +151,40 @@ impl SegmentHost {
         Ok(started)
     }
 
-    /// Whether the host's lease lasts for sure.
+    /// Whether the host's lease is known to be valid.
     #[must_use]
     pub fn is_member(&self) -> bool {
         self.lease.lasts()
     }
 
-    /// Waits until the faults of a segment are served whose process has just received it, but not
-    /// for ever.
-    pub(super) fn await_arming(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+    /// Waits until the faults of a segment are served whose process has just received it, at most
+    /// for [`ARMING_TIMEOUT`].
+    pub(super) fn wait_until_armed(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         let mut entry = entry.lock();
         let pulled = Arc::clone(&entry.pulled);
-        let _late = pulled.wait_while_for(&mut entry, |entry| entry.is_arming, ARMING_PATIENCE);
+        let _late = pulled.wait_while_for(&mut entry, |entry| entry.is_arming, ARMING_TIMEOUT);
         Ok(())
     }
 
-    /// How long processes may have segments after this process of the agent has ended.
+    /// Time for which processes may use segments after this process of the agent has ended.
     #[must_use]
     pub fn grace(&self) -> Duration {
         self.grace
     }
 
-    /// This host.
+    /// The life of this host.
     #[must_use]
     pub fn life(&self) -> Life {
         self.shared.own
     }
 
-    /// Allocates a segment of `bytes` bytes, whole pages, all zeros, for a process of this host.
+    /// Allocates a segment of `bytes` zero bytes for a process of this host. The length must be a
+    /// multiple of the page size.
     ///
     /// # Errors
-    /// If there is one with this key, the length is not possible, the tenant has too much, or the
-    /// system refuses.
+    /// If a segment with this key exists, the length is not valid, the tenant would exceed a limit,
+    /// or the system refuses.
     pub fn allocate(&self, segment: SegmentKey, bytes: u64, process: &str) -> Result<Arrival, SegmentError> {
         let shared = &self.shared;
         if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) || bytes > SEGMENT_BYTES_MAX as u64 {
@@ -210,11 +210,11 @@ impl SegmentHost {
                 });
             }
         };
-        Ok(self.own_new(segment, process, memory, address, generation))
+        Ok(self.add_owned(segment, process, memory, address, generation))
     }
 
-    /// Has a process own a segment with this memory, which is all there is of it.
-    pub(super) fn own_new(
+    /// Records a process as the owner of a new segment, all pages of which are in `memory`.
+    pub(super) fn add_owned(
         &self,
         segment: SegmentKey,
         process: &str,
@@ -224,7 +224,7 @@ impl SegmentHost {
     ) -> Arrival {
         let shared = &self.shared;
         let is_begun = memory.begin_map(generation, &[], true);
-        debug_assert!(is_begun, "there is no other map");
+        debug_assert!(is_begun, "new memory has no other map");
         let copies = Vec::from_iter(shared.own_place(&memory, generation));
         let holder = Holder::owner(shared.own, generation);
         let identity = shared.processes.identity(segment.tenant, process);
@@ -239,23 +239,23 @@ impl SegmentHost {
             ..Segment::absent(shared.own)
         };
         new.save();
-        let arrival = new.arrival(segment).expect("it has memory");
+        let arrival = new.arrival(segment).expect("the segment has memory");
         let former = shared.segments.replace(segment, new);
-        // A copy of a segment that had this number and was deallocated.
+        // The copy of a deallocated segment with the same number.
         let copy = former.and_then(|former| former.lock().memory.take());
         copy.iter().for_each(|copy| shared.memories.free(copy));
         arrival
     }
 
-    /// Deallocates a segment, which no process uses any more: its number and its addresses can be
-    /// used again.
+    /// Deallocates a segment, which no process may use any more. Its number and its addresses can
+    /// be reused.
     ///
     /// # Errors
-    /// If it is not owned here, or is being handed over.
+    /// If the segment is not owned here, or is being handed over.
     pub fn deallocate(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let shared = &self.shared;
         let entry = self.owned(segment)?;
-        self.settle(segment, &entry);
+        self.wait_until_confirmed(segment, &entry);
         if !shared.registry.remove(segment, shared.own)? {
             return Err(SegmentError::Busy(segment));
         }
@@ -274,7 +274,7 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Whether there is no such segment, here or on another host.
+    /// Whether no host owns a segment with this key.
     ///
     /// # Errors
     /// If the directory fails.
@@ -282,12 +282,12 @@ impl SegmentHost {
         Ok(!self.owns(segment) && self.shared.registry.find(segment)?.is_none())
     }
 
-    /// Prepares a hand-over to another process of the same tenant: all that is slow. A hand-over
-    /// that is prepared already is taken back.
+    /// Prepares a hand-over to another process of the tenant, so that [`Self::transfer`] needs only
+    /// one message. Retracts a hand-over that is prepared already.
     ///
     /// # Errors
-    /// If the segment is not owned here, there is no such process, or it is not prepared. Then no
-    /// hand-over is prepared.
+    /// If the segment is not owned here, the process does not exist, or its host is not prepared.
+    /// Then no hand-over is prepared.
     pub fn connect(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
         self.abort(segment)?;
         let entry = self.owned(segment)?;
@@ -305,7 +305,7 @@ impl SegmentHost {
         connected
     }
 
-    /// Prepares a hand-over to the target of a segment, a process of another host.
+    /// Prepares a hand-over of a segment to its target process, which is on another host.
     fn connect_to_host(
         &self,
         segment: SegmentKey,
@@ -318,10 +318,10 @@ impl SegmentHost {
         if entry.lock().copies.len() >= LINKS_MAX {
             return Err(SegmentError::Scattered(segment));
         }
-        self.settle(segment, entry);
+        self.wait_until_confirmed(segment, entry);
         self.shared.run(segment, entry, Input::Connect(to));
         if matches!(entry.lock().holder.holding(), Holding::Owned { stage: Stage::Preparing(_), .. }) {
-            // There was no answer.
+            // The target did not answer.
             self.shared.run(segment, entry, Input::Abort);
         }
         match entry.lock().holder.holding() {
@@ -330,26 +330,27 @@ impl SegmentHost {
         }
     }
 
-    /// If the segment has just arrived, or the agent was restarted, the worker may not have told
-    /// the directory yet.
-    pub(super) fn settle(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
-        if entry.lock().is_unsettled() {
+    /// Waits until the directory has recorded this host as the owner without an intent, at most for
+    /// [`CONFIRM_TIMEOUT`]: a segment that has just arrived may not be recorded yet.
+    pub(super) fn wait_until_confirmed(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
+        if entry.lock().needs_directory() {
             self.shared.run(segment, entry, Input::Tick);
         }
         let mut entry = entry.lock();
         let changed = Arc::clone(&entry.pulled);
         let must_wait = |entry: &mut Segment| {
-            entry.is_unsettled()
+            entry.needs_directory()
                 || matches!(entry.holder.holding(), Holding::Owned { stage: Stage::Retracting, .. })
         };
-        let _late = changed.wait_while_for(&mut entry, must_wait, SETTLE_PATIENCE);
+        let _late = changed.wait_while_for(&mut entry, must_wait, CONFIRM_TIMEOUT);
     }
 
-    /// Hands a segment over that is prepared. The program must not have access any more.
+    /// Hands a segment over for which a hand-over is prepared. The program must not have access any
+    /// more.
     ///
     /// # Errors
     /// [`SegmentError::Declined`]: the segment is still owned here. [`SegmentError::Unknown`]: it
-    /// may have arrived.
+    /// may have arrived at the target.
     pub fn transfer(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         let is_ready = matches!(entry.lock().holder.holding(), Holding::Owned { stage: Stage::Ready(_), .. });
@@ -359,12 +360,13 @@ impl SegmentHost {
         let began = Instant::now();
         entry.lock().is_awaited = true;
         self.shared.run(segment, &entry, Input::Transfer);
-        self.await_outcome(segment, &entry)?;
+        self.wait_for_outcome(segment, &entry)?;
         self.shared.statistics.transfers.record(began.elapsed());
         Ok(())
     }
 
-    /// Whether a process has, or had last, a segment for this tenure.
+    /// Whether `tenure` is the current tenure of a segment, or its last one on this host, and is of
+    /// the given process.
     #[must_use]
     pub fn is_tenure(&self, segment: SegmentKey, process: &str, tenure: Tenure) -> bool {
         let entry = self.shared.segments.get(segment);
@@ -377,33 +379,33 @@ impl SegmentHost {
     /// Waits for the outcome of a hand-over that an earlier process of the agent has begun.
     ///
     /// # Errors
-    /// Those of [`Self::transfer`].
-    pub fn transfer_again(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
+    /// The errors of [`Self::transfer`].
+    pub fn resume_transfer(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
         let entry = self.shared.segments.get(segment);
-        // It is not here any more: it has arrived.
+        // Without an entry, the segment has arrived at the target.
         let Some(entry) = entry else { return Ok(()) };
         {
             let mut entry = entry.lock();
             if entry.process != process {
-                // It is another process's of this host.
+                // Another process of this host owns the segment: it has arrived.
                 return Ok(());
             }
             entry.is_awaited = true;
         }
-        self.await_outcome(segment, &entry)
+        self.wait_for_outcome(segment, &entry)
     }
 
-    /// Waits until it is known whether a segment has arrived, but not for ever.
-    fn await_outcome(&self, segment: SegmentKey, entry: &Mutex<Segment>) -> Result<(), SegmentError> {
-        let until = Instant::now() + OUTCOME_PATIENCE;
+    /// Waits until it is known whether a segment has arrived, at most for [`OUTCOME_TIMEOUT`].
+    fn wait_for_outcome(&self, segment: SegmentKey, entry: &Mutex<Segment>) -> Result<(), SegmentError> {
+        let until = Instant::now() + OUTCOME_TIMEOUT;
         if matches!(entry.lock().holder.holding(), Holding::Sent { .. }) {
             self.shared.run(segment, entry, Input::Tick);
         }
         let mut entry = entry.lock();
         while matches!(entry.holder.holding(), Holding::Sent { .. }) && Instant::now() < until {
-            // The worker asks for it.
+            // The worker queries the target.
             let changed = Arc::clone(&entry.pulled);
-            changed.wait_for(&mut entry, LOOK);
+            changed.wait_for(&mut entry, OUTCOME_POLL_INTERVAL);
         }
         entry.is_awaited = false;
         let statistics = &self.shared.statistics;
@@ -439,7 +441,7 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Takes a prepared hand-over back.
+    /// Retracts a prepared hand-over.
     ///
     /// # Errors
     /// If the segment is not owned here.
@@ -467,7 +469,7 @@ impl SegmentHost {
         self.shared.segments.all().into_iter().filter_map(status).collect()
     }
 
-    /// What was done since the start.
+    /// Statistics since the start.
     #[must_use]
     pub fn statistics(&self) -> &Statistics {
         &self.shared.statistics
@@ -476,7 +478,8 @@ impl SegmentHost {
     /// Requests the owner of a segment to hand it over to another process of the tenant.
     ///
     /// # Errors
-    /// If the segment is not owned here, its process is not open, or there is no such process.
+    /// If the segment is not owned here, its process is not open, or the other process does not
+    /// exist.
     pub fn request(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         let owner = entry.lock().process.clone();
@@ -496,7 +499,7 @@ impl SegmentHost {
     /// Frees a segment whose process has ended.
     ///
     /// # Errors
-    /// If the process is open, or those of [`Self::deallocate`].
+    /// If the process is open or still runs, and the errors of [`Self::deallocate`].
     pub fn free(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let (owner, identity) = {
             let entry = self.owned(segment)?;
@@ -524,33 +527,34 @@ impl SegmentHost {
     /// The length of a segment that is owned here, in bytes.
     ///
     /// # Errors
-    /// If it is not owned here.
+    /// If the segment is not owned here.
     pub fn bytes(&self, segment: SegmentKey) -> Result<u64, SegmentError> {
         let entry = self.owned(segment)?;
         entry.lock().bytes().ok_or(SegmentError::NotOwned(segment))
     }
 
-    /// Serves the faults of the mapping of a segment in a program, as it comes from this
-    /// descriptor. With `pulls`, all pages are pulled ahead of the program.
+    /// Serves the faults of a program's mapping of a segment, which are read from the given
+    /// userfaultfd. With `pulls`, all pages are pulled ahead of the program.
     ///
     /// # Errors
-    /// If it is not owned here, or there is no thread for it.
+    /// If the segment is not owned here, the descriptor is no userfaultfd, or no thread can be
+    /// started.
     pub fn serve_faults(&self, segment: SegmentKey, uffd: OwnedFd, pulls: bool) -> Result<(), SegmentError> {
         self.shared.serve_faults(segment, uffd, pulls)
     }
 
-    /// Pulls a page, if it is not here.
+    /// Pulls a page, if it is not present.
     ///
     /// # Errors
     /// If the segment is not owned here, or the page is lost.
     ///
     /// # Panics
-    /// If there is no such page.
+    /// If the segment has no such page.
     pub fn pull(&self, segment: SegmentKey, page: u32) -> Result<(), SegmentError> {
         self.shared.pull(segment, page)
     }
 
-    /// Pulls all pages that are not here. Then no other host has a part in the segment.
+    /// Pulls all pages that are not present. Then the segment does not depend on other hosts.
     ///
     /// # Errors
     /// If the segment is not owned here, or a page is lost.
@@ -558,8 +562,8 @@ impl SegmentHost {
         self.shared.pull_all(segment)
     }
 
-    /// Gives up the pages that are not here: touches of them are SIGBUS from now on, at any later
-    /// owner as well. Then no other host has a part in the segment.
+    /// Discards the pages that are not present: from now on, an access to them raises SIGBUS, at
+    /// any later owner as well. Then the segment does not depend on other hosts.
     ///
     /// # Errors
     /// If the segment is not owned here.
@@ -567,10 +571,10 @@ impl SegmentHost {
         self.shared.discard(segment)
     }
 
-    /// Pulls all pages, and ends the serving of faults: touches are plain again.
+    /// Pulls all pages, and stops serving faults: accesses do not fault any more.
     ///
     /// # Errors
-    /// Those of [`Self::pull_all`].
+    /// The errors of [`Self::pull_all`].
     pub fn close(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         self.shared.pull_all(segment)?;
         let entry = self.owned(segment)?;

@@ -1,4 +1,4 @@
-//! What the parts of a host share.
+//! The state that the threads of a host's segments share, and the state of a segment.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use super::journal::JournalEntry;
 use super::memories::Memories;
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::open_processes::OpenProcesses;
-use super::pace::Pace;
 use super::peers::Peers;
 use super::precedence::Precedence;
 use super::programs::{ProcessIdentity, answer, answer_segment};
+use super::pull_rate_limiter::PullRateLimiter;
 use super::registry::Registry;
 use super::restores::Restores;
 use super::segment_table::{SegmentTable, SharedSegment};
@@ -29,16 +29,16 @@ use crate::pulling::Puller;
 use crate::pulling::lineage::LINKS_MAX;
 use aquifer_ownership::{Holder, Holding, Life, Message, Stage};
 
-/// What the threads of a host's segments share.
+/// The state that the threads of a host's segments share.
 ///
 /// Lock order: `creating`, the table of segments, a segment, and then any other. `creating` is held
-/// during requests to the directory and to other agents, and a segment is not. The table is locked
-/// together with a segment in [`SegmentTable::remove_if`] only, and a peer never together with
-/// either. All other locks are held for one access.
+/// during requests to the directory and to other agents; a segment's lock is not. Only
+/// [`SegmentTable::remove_if`] locks the table and a segment together, and a peer is never locked
+/// together with either. All other locks are held for one access.
 #[derive(Debug)]
 pub(super) struct HostShared {
     pub own: Life,
-    /// The lease of the host, with which its processes end.
+    /// The lease to which the directory's records of this host's processes are attached.
     pub lease: LeaseId,
     pub registry: Registry,
     pub segments: SegmentTable,
@@ -51,54 +51,57 @@ pub(super) struct HostShared {
     pub identity: Identity,
     pub key: ClusterKey,
     pub processes: OpenProcesses,
-    /// The segments that have arrived for processes.
+    /// Segments that processes of this host have not received yet.
     pub arrivals: Arrivals,
     pub precedence: Precedence,
-    pub pace: Pace,
+    pub pull_limiter: PullRateLimiter,
     pub jobs: JobQueue,
     pub statistics: Statistics,
 }
 
+/// The state of a segment at this host.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub holder: Holder,
-    /// Absent if it has left for good.
+    /// The memory of this host's copy; `None` if the host has no copy.
     pub memory: Option<SegmentMemory>,
-    /// The copies, the newest first; the first is its own while it owns.
+    /// The copies, the newest first. While this host owns the segment, the first is its own.
     pub copies: Vec<CopyPlace>,
-    /// While pages are elsewhere.
+    /// `None` if all pages are present.
     pub puller: Option<Puller>,
-    /// The faults of its program, which sees each page through them when it has come.
+    /// The page faults of the program's mapping, while pages are missing.
     pub served: Option<ServedFaults>,
-    /// Told when READs have ended, and when it is held otherwise.
+    /// Notified when READs have ended, and when the holder has changed.
     pub pulled: Arc<Condvar>,
-    /// Where it is in the arena of a program.
+    /// The segment's first address in the arena.
     pub address: u64,
-    /// The process on this host that owns it, or is to own it.
+    /// The name of the process on this host that owns the segment, or is to own it.
     pub process: String,
-    /// That process, if it is open and can be seen.
+    /// The identity of this process, if it is open and the agent can see it.
     pub identity: Option<ProcessIdentity>,
-    /// How often it was passed on between processes of this host.
+    /// Number of hand-overs between processes of this host.
     pub passes: u64,
-    /// The process to which it is prepared to be handed over.
+    /// The process for which a hand-over is prepared; empty if none is.
     pub target: String,
-    /// Its process waits for the outcome of a hand-over, or will ask for it again. If it has the
-    /// segment still, the answer says so, and it does not arrive.
+    /// Whether the process waits for the outcome of a hand-over, or will repeat its request. If the
+    /// hand-over is retracted, the answer to that request says so, and the segment is not queued as
+    /// an arrival.
     pub is_awaited: bool,
-    /// Its process is to have its faults served, and has not asked for it yet.
+    /// Whether the process has received the segment with missing pages, and has not sent its
+    /// userfaultfd yet.
     pub is_arming: bool,
-    /// The last generation whose copies others do not need.
+    /// The greatest generation whose copies other hosts do not need.
     pub released: u64,
 }
 
-/// A segment that is a process's from now on.
+/// A segment that a process has received.
 #[derive(Clone, Debug)]
 pub struct Arrival {
-    /// Which.
+    /// The segment.
     pub segment: SegmentKey,
-    /// Where it is in the arena of a program.
+    /// The segment's first address in the arena.
     pub address: u64,
-    /// Its bytes.
+    /// The memory with the segment's bytes.
     pub data: Arc<Memory>,
     /// Whether pages must be pulled before they are touched.
     pub is_partial: bool,
@@ -107,19 +110,20 @@ pub struct Arrival {
 }
 
 impl HostShared {
-    /// A segment that is owned here.
+    /// Returns a segment that is owned here.
     pub(super) fn owned(&self, segment: SegmentKey) -> Result<SharedSegment, SegmentError> {
         let entry = self.segments.get(segment);
         let is_owned = |entry: &SharedSegment| entry.lock().holder.has_access();
         entry.filter(is_owned).ok_or(SegmentError::NotOwned(segment))
     }
 
-    /// Has a process of this host receive a segment, which must not be locked.
+    /// Sends a segment to its process if that waits for one, and otherwise queues it. The segment
+    /// must not be locked.
     pub(super) fn arrive(&self, segment: SegmentKey, process: &str) {
         let Some(waiter) = self.arrivals.add(segment, process) else { return };
         let Some(arrival) = self.arrival_for(segment, process) else {
-            // It has left, or is another process's by now.
-            return self.arrivals.wait_on(waiter);
+            // The segment has left, or another process owns it by now.
+            return self.arrivals.wait_again(waiter);
         };
         if !answer_segment(&waiter.socket, &arrival) {
             self.arrivals.put_back(segment, process);
@@ -127,7 +131,7 @@ impl HostShared {
         }
     }
 
-    /// A segment for a process, if that owns it.
+    /// Returns a segment for a process that owns it; `None` if the process does not.
     pub(super) fn arrival_for(&self, segment: SegmentKey, process: &str) -> Option<Arrival> {
         let entry = self.owned(segment).ok()?;
         let mut entry = entry.lock();
@@ -136,16 +140,16 @@ impl HostShared {
         Some(arrival)
     }
 
-    /// Has a process of this host learn that a segment of it is wanted by another process.
+    /// Notifies the owner of a segment, a process of this host, that `process` requests it.
     pub(super) fn request(&self, segment: SegmentKey, owner: &str, process: &str) {
         let Some(waiter) = self.arrivals.request(segment, owner, process) else { return };
-        // A program that has gone has no segments any more.
+        // Fails if the program has ended; then the request is void.
         let _is_sent = answer(&waiter.socket, &Answer::Asked { id: segment.id, process: process.to_owned() });
     }
 }
 
 impl Segment {
-    /// A segment that is not here.
+    /// A segment of which this host has nothing.
     pub fn absent(own: Life) -> Self {
         Self {
             holder: Holder::absent(own),
@@ -165,7 +169,8 @@ impl Segment {
         }
     }
 
-    /// Writes down what the next process of the agent must know, before anybody else learns of it.
+    /// Journals the state for the next process of the agent. Must be called before a change of it
+    /// is visible to other hosts or programs.
     pub(super) fn save(&mut self) {
         let Some(memory) = &mut self.memory else { return };
         let entry = JournalEntry {
@@ -180,12 +185,13 @@ impl Segment {
         memory.write_journal(&entry);
     }
 
-    /// Whether faults may be served: it is owned here, or may be again.
+    /// Whether faults may be served: the segment is owned here, or will be if its hand-over is
+    /// retracted.
     pub(super) fn may_serve(&self) -> bool {
         self.holder.has_access() || self.is_awaited
     }
 
-    /// What a person sees of it; `None` if it is not owned here.
+    /// The segment's status for reports; `None` if it is not owned here.
     pub(super) fn status(&self, segment: SegmentKey) -> Option<SegmentStatus> {
         let bytes = self.bytes().filter(|_| self.holder.has_access())?;
         let missing = self.puller.as_ref().map_or(0, Puller::missing);
@@ -201,28 +207,28 @@ impl Segment {
         })
     }
 
-    /// That of its process.
+    /// The tenure of the segment's process.
     pub(super) fn tenure(&self) -> Tenure {
         let generation = self.copies.first().map_or(0, |copy| copy.link.generation);
         Tenure { generation, passes: self.passes }
     }
 
-    /// What its process gets.
+    /// The segment as its process receives it; `None` if it has no memory.
     pub(super) fn arrival(&self, segment: SegmentKey) -> Option<Arrival> {
         let data = self.memory.as_ref().map(|memory| Arc::clone(&memory.data))?;
         let (is_partial, tenure) = (self.puller.is_some(), self.tenure());
         Some(Arrival { segment, address: self.address, data, is_partial, tenure })
     }
 
-    /// Whether the directory must be asked or told something before it can be handed over.
-    pub(super) fn is_unsettled(&self) -> bool {
+    /// Whether the directory must be read or written before the segment can be handed over.
+    pub(super) fn needs_directory(&self) -> bool {
         matches!(
             self.holder.holding(),
             Holding::Sent { .. } | Holding::Owned { stage: Stage::Unconfirmed | Stage::Unknown, .. }
         )
     }
 
-    /// The first address in a program, and the length; `None` if it has no memory.
+    /// The first address and the length in a program; `None` if the segment has no memory.
     pub(super) fn place(&self) -> Option<(usize, usize)> {
         Some((usize::try_from(self.address).ok()?, usize::try_from(self.bytes()?).ok()?))
     }
@@ -231,14 +237,16 @@ impl Segment {
         self.memory.as_ref().map(SegmentMemory::bytes)
     }
 
-    /// The message that a request is; `None` if it must be declined without a step.
+    /// Returns the message of a request for the holder, or a message that makes the holder refuse
+    /// a request that cannot be carried out. `None` if the request has no message.
     pub(super) fn admitted(&self, request: &Request) -> Option<Message> {
         let message = request.message()?;
         let is_idle = self.puller.as_ref().is_none_or(Puller::is_idle);
         Some(match &request.ask {
-            // Its pages are still on their way here from the last time: as if the number was used.
+            // READs of an earlier ownership are still in flight. Number 0 is declined, because it
+            // is decided.
             Ask::Prepare { bytes, .. } if !is_idle || self.bytes() != Some(*bytes) => Message::Prepare(0),
-            // It cannot be accepted, so it never will be.
+            // The lineage is not valid: refuse this hand-over for good.
             Ask::Transfer { generation, copies } if copies.is_empty() || copies.len() >= LINKS_MAX => {
                 Message::Query(*generation)
             }
@@ -247,6 +255,6 @@ impl Segment {
     }
 }
 
-pub(super) fn warn_of_directory(error: &DirectoryError) {
-    tracing::warn!(%error, "the directory failed during a hand-over");
+pub(super) fn log_directory_failure(error: &DirectoryError) {
+    tracing::warn!(%error, "a request to the directory failed during a hand-over");
 }

@@ -1,4 +1,4 @@
-//! What a host has done with segments since its agent started.
+//! Statistics of a host's segments since its agent started.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -7,25 +7,25 @@ use aquifer_arena::calls::{SegmentTotals, TimeSummary};
 use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 
-/// Longest time that is told from longer ones.
-const LONGEST_NS: u64 = 60_000_000_000;
+/// Longest duration in ns that the histograms can represent; longer ones are recorded as this one.
+const DURATION_MAX_NS: u64 = 60_000_000_000;
 
-/// Counts and times.
+/// Counts and durations of hand-overs and pulls.
 #[derive(Debug, Default)]
 pub struct Statistics {
     /// Segments that were handed over.
     pub handed_over: AtomicU64,
     /// Segments that were received.
     pub received: AtomicU64,
-    /// Hand-overs that the target has declined.
+    /// Hand-overs that did not take place: the target declined them, or they were retracted.
     pub declined: AtomicU64,
     /// Pages that were pulled when a thread waited for them.
     pub pages_on_touch: AtomicU64,
     /// Pages that were pulled ahead of the program.
     pub pages_ahead: AtomicU64,
-    /// From the request to hand a segment over to its end.
+    /// Durations from the request to hand a segment over to the end of the hand-over.
     pub transfers: TimesOf,
-    /// From the touch of pages that are elsewhere to their arrival.
+    /// Durations from the page fault on a missing page to its arrival.
     pub waits: TimesOf,
 }
 
@@ -36,7 +36,7 @@ impl Statistics {
         count.fetch_add(1, Relaxed);
     }
 
-    /// All of them.
+    /// Returns the statistics in the form of an answer to a program.
     #[must_use]
     pub fn totals(&self) -> SegmentTotals {
         SegmentTotals {
@@ -51,7 +51,7 @@ impl Statistics {
     }
 }
 
-/// Times of one kind.
+/// A histogram of durations.
 #[derive(Debug)]
 pub struct TimesOf(Mutex<Recorded>);
 
@@ -63,13 +63,13 @@ struct Recorded {
 
 impl Default for TimesOf {
     fn default() -> Self {
-        let histogram = Histogram::new_with_max(LONGEST_NS, 2).expect("the bounds are possible");
+        let histogram = Histogram::new_with_max(DURATION_MAX_NS, 2).expect("the bounds are possible");
         Self(Mutex::new(Recorded { histogram, sum_ns: 0 }))
     }
 }
 
 impl TimesOf {
-    /// Counts a time.
+    /// Records a duration.
     pub fn record(&self, time: Duration) {
         let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let mut recorded = self.0.lock();
@@ -88,8 +88,10 @@ impl TimesOf {
         }
     }
 
-    /// The sum of all times in ns, and for each of these bounds in ns, in ascending order, the
-    /// number of times above the bound before and up to it; then the number of longer ones.
+    /// Returns the sum of all durations in ns, and the number of durations in each bucket.
+    ///
+    /// Bucket k has the durations above bound k - 1 and up to bound k, and the last bucket those
+    /// above all bounds. The bounds are in ns, in ascending order.
     #[must_use]
     pub fn between(&self, bounds_ns: &[u64]) -> (u64, Vec<u64>) {
         let recorded = self.0.lock();
@@ -107,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_summed_up() {
+    fn durations_are_summed_and_counted_by_bucket() {
         let times = TimesOf::default();
         assert_eq!(times.summary(), TimeSummary::default());
         (1..=100).for_each(|at| times.record(Duration::from_micros(at)));

@@ -1,4 +1,4 @@
-//! Requests of one agent to another, and their answers: one message each, as JSON.
+//! Requests between agents and their answers. Each is one message in JSON.
 
 use std::net::SocketAddr;
 
@@ -8,7 +8,7 @@ use super::SegmentKey;
 use crate::pulling::Link;
 use aquifer_ownership::{Life, Message};
 
-/// Longest message.
+/// Maximum length of a message in bytes.
 pub const MESSAGE_BYTES_MAX: u32 = 8192;
 
 /// A request.
@@ -17,61 +17,61 @@ pub const MESSAGE_BYTES_MAX: u32 = 8192;
 pub struct Request {
     /// The segment.
     pub segment: SegmentKey,
-    /// The source; for [`Ask::Fence`], the host that asks.
+    /// The sender: the source of the hand-over, or for [`Ask::Fence`] any host.
     pub from: Life,
-    /// The target.
+    /// The host to which the request is addressed.
     pub to: Life,
-    /// What is to be done.
+    /// The requested action.
     pub ask: Ask,
 }
 
-/// What is to be done.
+/// The action that a request asks for.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Ask {
-    /// To be prepared for a hand-over.
+    /// Prepare for a hand-over.
     Prepare {
         /// The number of the hand-over.
         generation: u64,
         /// Length of the segment in bytes.
         bytes: u64,
-        /// Its first address in the arena.
+        /// The segment's first address in the arena.
         address: u64,
-        /// The process that is to own it.
+        /// The process that is to own the segment.
         process: String,
     },
-    /// To own the segment from now on.
+    /// Own the segment from now on.
     Transfer {
         /// The number of the hand-over.
         generation: u64,
-        /// Its copies, the newest first.
+        /// The segment's copies, the newest first.
         copies: Vec<CopyPlace>,
     },
-    /// To say whether it was received, and not to accept it any more if not.
+    /// Answer whether the segment was received. If not, refuse this hand-over from now on.
     Query {
         /// The number of the hand-over.
         generation: u64,
     },
-    /// As [`Ask::Query`], by a host that finds the source dead.
+    /// [`Ask::Query`] by a host that has found that the source is dead.
     Fence {
         /// The source.
         source: Life,
         /// The number of the hand-over.
         generation: u64,
     },
-    /// To say where its copy of a generation is, after its agent was restarted.
+    /// Answer where the copy of a generation is. Used after the agent was restarted.
     Place {
         /// The generation.
         generation: u64,
     },
-    /// To give up copies of generations up to this one.
+    /// Free the copies of all generations up to the given one.
     Release {
         /// The generation.
         generation: u64,
     },
 }
 
-/// A copy, and where it can be read.
+/// A copy of a segment with the addresses at which it can be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyPlace {
@@ -81,30 +81,30 @@ pub struct CopyPlace {
     pub address: SocketAddr,
     /// The address and the key of its first byte.
     pub data: (u64, u32),
-    /// The address and the key of the words with a bit for each page that is present.
+    /// The address and the key of the presence bits.
     pub present: (u64, u32),
 }
 
-/// The answer.
+/// The answer to a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// It is prepared.
+    /// The target is prepared.
     Accept,
-    /// It is not.
+    /// The target is not prepared, or the copy does not exist.
     Decline,
-    /// It has received the segment.
+    /// The target has received the segment.
     Received,
-    /// It has not, and will not.
+    /// The target has not received the segment, and refuses it from now on.
     NotReceived,
-    /// It is done.
+    /// The request was carried out, or is queued.
     Done,
-    /// The copy is here.
+    /// The place of the copy.
     Place(CopyPlace),
 }
 
 impl Request {
-    /// The message in the protocol of ownership; `None` if it is none of them.
+    /// Returns the ownership protocol's message for this request; `None` if it has none.
     #[must_use]
     pub fn message(&self) -> Option<Message> {
         match self.ask {
@@ -117,7 +117,8 @@ impl Request {
 }
 
 impl Answer {
-    /// The answer that a message is; `None` if it is a request.
+    /// Returns the answer for a message of the ownership protocol; `None` if the message is a
+    /// request.
     #[must_use]
     pub const fn of(message: Message) -> Option<Self> {
         match message {
@@ -129,7 +130,7 @@ impl Answer {
         }
     }
 
-    /// The message in the protocol of ownership; `None` if it is none of them.
+    /// Returns the ownership protocol's message for this answer; `None` if it has none.
     #[must_use]
     pub const fn message(self, generation: u64) -> Option<Message> {
         match self {

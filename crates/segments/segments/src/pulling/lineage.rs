@@ -1,10 +1,11 @@
-//! The copies of a segment.
+//! The lineage: the copies of a segment from which its owner pulls missing pages.
 
 use serde::{Deserialize, Serialize};
 
 use aquifer_ownership::Life;
 
-/// Copies that a segment may have. Before it moves on, the oldest must not be needed any more.
+/// Maximum number of copies of a segment. A segment with this number of copies is not handed over
+/// before its owner has pulled all pages.
 pub const LINKS_MAX: usize = 8;
 
 /// A copy: the pages that were present at a host in one generation.
@@ -12,24 +13,23 @@ pub const LINKS_MAX: usize = 8;
 pub struct Link {
     /// The host.
     pub at: Life,
-    /// The hand-over by which the host got the segment. The host that has allocated it has the
-    /// generation of the tenant's `RangesRecord` at that time, and one that has restored it the
-    /// number after the last of the record.
+    /// The number of the hand-over by which the host received the segment; for the host that has
+    /// allocated it, the number with which its record began.
     pub generation: u64,
 }
 
-/// The copies of a segment, the newest first: that of its owner.
+/// The copies of a segment, the newest first. The first is the owner's.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Lineage(Vec<Link>);
 
 impl Lineage {
-    /// A segment whose pages are all at its owner.
+    /// The lineage of a segment whose pages are all present at its owner.
     #[must_use]
     pub fn whole(owner: Link) -> Self {
         Self(vec![owner])
     }
 
-    /// These copies, the newest first.
+    /// A lineage of the given copies, which must be ordered from the newest.
     pub fn of(links: impl IntoIterator<Item = Link>) -> Self {
         Self(links.into_iter().collect())
     }
@@ -40,7 +40,7 @@ impl Lineage {
         &self.0
     }
 
-    /// The copies after a hand-over; `None` if there would be too many.
+    /// The lineage after a hand-over; `None` if it would have more than [`LINKS_MAX`] copies.
     #[must_use]
     pub fn handed_to(&self, owner: Link) -> Option<Self> {
         (self.0.len() < LINKS_MAX)

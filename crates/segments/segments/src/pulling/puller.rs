@@ -1,11 +1,11 @@
-//! Decides which page an owner reads from where.
+//! The puller: decides which page an owner reads from which copy.
 //!
-//! The rules that keep a page whole:
+//! Two rules prevent torn and outdated pages:
 //!
 //! - A page is in one READ at a time, and in none once it is present: the program may have changed
 //!   it since.
-//! - Where an older copy is in the owner's own memory, a READ must not end on top of it before it
-//!   is known that a newer copy has the page.
+//! - If an older copy of the page is in the owner's own memory, a READ must not overwrite it before
+//!   it is known that a newer copy has the page.
 
 use std::collections::HashMap;
 
@@ -13,73 +13,73 @@ use super::{Lineage, Link};
 use crate::mutation::Mutation;
 use aquifer_ownership::Life;
 
-/// Pulls the pages of a segment.
+/// The state machine that pulls the pages of a segment for one owner in one generation.
 #[derive(Clone, Debug)]
 pub struct Puller {
     own: Life,
     lineage: Lineage,
-    /// A bit for each page.
+    /// One bit for each page: whether it is present at the owner.
     present: Vec<u64>,
     pages: u32,
     missing: u32,
     in_flight: HashMap<u32, InFlight>,
-    /// All pages below are present or in flight.
+    /// All pages below this number are present or in flight.
     cursor: u32,
-    /// Whether the segment has moved on.
-    is_over: bool,
+    /// Whether the segment is being handed over, so that READs have no effect.
+    is_finished: bool,
 }
 
-/// A page on its way.
+/// A READ in flight.
 #[derive(Clone, Copy, Debug)]
 struct InFlight {
-    /// The place of its copy in the lineage.
+    /// The index of its copy in the lineage.
     link: usize,
     mode: ReadMode,
     is_demanded: bool,
 }
 
-/// How a page is looked for.
+/// How a page is read from a copy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadMode {
-    /// READ whether the page is present there, then its bytes, then whether it is still present.
+    /// READ the presence bit, then the bytes, then the presence bit again.
     Page,
-    /// READ whether the page is present there, and nothing else.
+    /// READ the presence bit only.
     Presence,
-    /// Look whether the page was present here in an earlier generation. Its bytes are in place.
+    /// Check the presence bit of an earlier generation of this host. The bytes are in place.
     Own,
 }
 
-/// A READ that is to be made.
+/// A READ to perform.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ReadOrder {
     /// The page.
     pub page: u32,
     /// The copy.
     pub from: Link,
-    /// What is read.
+    /// How the page is read.
     pub mode: ReadMode,
     /// Whether a thread waits for the page. Such READs have an endpoint of their own, so that none
-    /// waits behind those ahead of the program.
+    /// waits behind READs ahead of the program.
     pub is_urgent: bool,
 }
 
-/// What a READ has found.
+/// The result of a READ.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadEnd {
-    /// The page is present there, before and after.
+    /// The page is present in the copy, before and after its bytes were read.
     Found,
-    /// It is not present there.
+    /// The page is not present in the copy.
     NotThere,
-    /// The host is gone, with its copy.
+    /// The copy does not exist any more.
     Gone,
 }
 
-/// What is to be done.
+/// An action for the caller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
-    /// Make this READ.
+    /// Perform a READ.
     Read(ReadOrder),
-    /// The page is whole: record that it is present. Then let the program have it, if it waits.
+    /// Record that the page is present, and then map it in the program.
     Complete {
         /// The page.
         page: u32,
@@ -96,7 +96,7 @@ pub enum Step {
 }
 
 impl Puller {
-    /// The owner `own` of a segment of `pages` pages that it has just received.
+    /// A puller for owner `own`, which has just received a segment of `pages` pages.
     ///
     /// # Panics
     /// If the lineage does not begin with the owner.
@@ -112,14 +112,14 @@ impl Puller {
             missing: pages,
             in_flight: HashMap::new(),
             cursor: 0,
-            is_over: false,
+            is_finished: false,
         }
     }
 
-    /// The owner after its agent was restarted, with the pages that are present.
+    /// A puller for an owner whose agent was restarted, which has some of the pages.
     ///
     /// # Panics
-    /// Those of [`Self::new`].
+    /// If the lineage does not begin with the owner.
     #[must_use]
     pub fn resumed(own: Life, pages: u32, lineage: Lineage, is_present: impl Fn(u32) -> bool) -> Self {
         let mut puller = Self::new(own, pages, lineage);
@@ -130,19 +130,19 @@ impl Puller {
         puller
     }
 
-    /// The copies from which it pulls, its own first.
+    /// The copies from which the owner pulls, its own first.
     #[must_use]
     pub fn lineage(&self) -> &Lineage {
         &self.lineage
     }
 
-    /// Pages that are not present yet.
+    /// Number of pages that are not present yet.
     #[must_use]
     pub fn missing(&self) -> u32 {
         self.missing
     }
 
-    /// Whether no READ is in flight. Before that, the host must not get the segment again.
+    /// Whether no READ is in flight. The host must not receive the segment again before that.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.in_flight.is_empty()
@@ -158,28 +158,28 @@ impl Puller {
         self.present[(page / 64) as usize] & 1 << (page % 64) != 0
     }
 
-    /// The segment moves on. READs that are on their way are waited for, and bring nothing.
+    /// Stops pulling because the segment is handed over. READs in flight have no effect.
     pub fn finish(&mut self) {
-        self.is_over = true;
+        self.is_finished = true;
     }
 
-    /// What is not present is lost from now on, except what is on its way.
+    /// Makes each page lost that is neither present nor in flight.
     pub fn discard(&mut self) {
         self.lineage = Lineage::of(self.lineage.links().iter().copied().take(1));
         self.cursor = self.pages;
     }
 
-    /// The segment has not moved on after all. Returns whether it had seemed so: then READs may
-    /// have ended meanwhile that threads wait for.
-    pub fn go_on(&mut self) -> bool {
-        let was_over = std::mem::replace(&mut self.is_over, false);
-        if was_over {
+    /// Resumes pulling after a hand-over was retracted. Returns whether pulling was stopped: then
+    /// the caller must wake the waiting threads, because READs have ended without effect.
+    pub fn resume(&mut self) -> bool {
+        let was_finished = std::mem::replace(&mut self.is_finished, false);
+        if was_finished {
             self.cursor = 0;
         }
-        was_over
+        was_finished
     }
 
-    /// A thread waits for a page.
+    /// Requests a page for which a thread waits. Returns `None` if a READ of it is in flight.
     pub fn demand(&mut self, page: u32) -> Option<Step> {
         if self.is_present(page) {
             return Some(Step::Complete { page, is_demanded: true });
@@ -189,27 +189,27 @@ impl Puller {
                 read.is_demanded = true;
                 None
             }
-            _ => self.look(page, 1, true),
+            _ => self.read_copy(page, 1, true),
         }
     }
 
-    /// The next page ahead of the program; `None` if all are present or in flight.
+    /// Requests the next page ahead of the program; `None` if all are present or in flight.
     pub fn ahead(&mut self) -> Option<Step> {
-        while self.cursor < self.pages && !self.is_over {
+        while self.cursor < self.pages && !self.is_finished {
             let page = self.cursor;
             self.cursor += 1;
             if !self.is_present(page) && !self.in_flight.contains_key(&page) {
-                return self.look(page, 1, false);
+                return self.read_copy(page, 1, false);
             }
         }
         None
     }
 
-    /// A READ has ended.
+    /// Applies the result of a READ.
     pub fn read_ended(&mut self, page: u32, end: ReadEnd) -> Option<Step> {
         let InFlight { link, mode, is_demanded } = self.in_flight.remove(&page)?;
         match end {
-            _ if self.is_over => None,
+            _ if self.is_finished => None,
             ReadEnd::Found if mode == ReadMode::Presence => {
                 self.order(page, InFlight { link, mode: ReadMode::Page, is_demanded })
             }
@@ -218,13 +218,13 @@ impl Puller {
                 self.missing -= 1;
                 Some(Step::Complete { page, is_demanded })
             }
-            ReadEnd::NotThere => self.look(page, link + 1, is_demanded),
+            ReadEnd::NotThere => self.read_copy(page, link + 1, is_demanded),
             ReadEnd::Gone => Some(Step::Lost { page, is_demanded }),
         }
     }
 
-    /// Looks for a page in a copy.
-    fn look(&mut self, page: u32, link: usize, is_demanded: bool) -> Option<Step> {
+    /// Orders a READ of a page from the copy at index `link`. If there is none, the page is lost.
+    fn read_copy(&mut self, page: u32, link: usize, is_demanded: bool) -> Option<Step> {
         let Some(from) = self.lineage.links().get(link) else {
             return Some(Step::Lost { page, is_demanded });
         };
@@ -266,29 +266,29 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_looked_for_in_one_copy_after_the_other() {
+    fn a_page_is_read_from_the_newest_copy_that_has_it() {
         let lineage = Lineage::whole(link(1, 0)).handed_to(link(2, 1)).unwrap();
         let lineage = lineage.handed_to(link(3, 2)).unwrap();
         let mut puller = Puller::new(link(3, 2).at, 100, lineage);
         let first = order(puller.demand(70));
         assert_eq!(first, ReadOrder { page: 70, from: link(2, 1), mode: ReadMode::Page, is_urgent: true });
-        assert_eq!(puller.demand(70), None, "it is on its way");
+        assert_eq!(puller.demand(70), None, "a READ is in flight");
         assert_eq!(order(puller.read_ended(70, ReadEnd::NotThere)).from, link(1, 0));
         let complete = Step::Complete { page: 70, is_demanded: true };
         assert_eq!(puller.read_ended(70, ReadEnd::Found), Some(complete));
-        assert_eq!(puller.demand(70), Some(complete), "it is present");
+        assert_eq!(puller.demand(70), Some(complete), "the page is present");
         assert!(puller.is_present(70) && puller.is_idle());
         let lost = Step::Lost { page: 9, is_demanded: false };
         (0..10).for_each(|page| assert_eq!(order(puller.ahead()).page, page));
         assert_eq!(puller.read_ended(9, ReadEnd::Gone), Some(lost));
         assert_eq!(puller.demand(3), None);
         let urgent = Step::Complete { page: 3, is_demanded: true };
-        assert_eq!(puller.read_ended(3, ReadEnd::Found), Some(urgent), "a thread waits since");
+        assert_eq!(puller.read_ended(3, ReadEnd::Found), Some(urgent), "a thread waits by now");
         assert_eq!(puller.missing(), 98);
     }
 
     #[test]
-    fn nothing_is_read_onto_an_older_copy_of_its_own() {
+    fn an_older_copy_in_the_same_memory_is_overwritten_only_by_a_newer_page() {
         let lineage = Lineage::whole(link(1, 0)).handed_to(link(2, 1)).unwrap();
         let mut puller = Puller::new(link(1, 2).at, 10, lineage.handed_to(link(1, 2)).unwrap());
         assert_eq!(order(puller.demand(4)).mode, ReadMode::Presence);
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_up_is_lost_but_not_what_is_on_its_way() {
+    fn discarded_pages_are_lost_unless_a_read_is_in_flight() {
         let lineage = Lineage::whole(link(1, 0)).handed_to(link(2, 1)).unwrap();
         let mut puller = Puller::new(link(2, 1).at, 10, lineage);
         let (found, missed) = (order(puller.demand(1)), order(puller.demand(2)));
@@ -314,21 +314,21 @@ mod tests {
     }
 
     #[test]
-    fn pulling_goes_on_after_a_restart_and_after_a_hand_over_that_did_not_take_place() {
+    fn pulling_resumes_after_a_restart_and_after_a_retracted_hand_over() {
         let lineage = Lineage::whole(link(1, 0)).handed_to(link(2, 1)).unwrap();
         let mut puller = Puller::resumed(link(2, 1).at, 100, lineage, |page| page % 2 == 0);
         assert_eq!((puller.missing(), order(puller.ahead()).page), (50, 1));
         let ended = order(puller.demand(3));
         puller.finish();
-        assert_eq!(puller.read_ended(ended.page, ReadEnd::Found), None, "it has moved on");
-        assert!(puller.go_on() && !puller.go_on());
-        assert_eq!(order(puller.ahead()).page, 3, "it is read again");
+        assert_eq!(puller.read_ended(ended.page, ReadEnd::Found), None, "pulling is stopped");
+        assert!(puller.resume() && !puller.resume());
+        assert_eq!(order(puller.ahead()).page, 3, "the page is read again");
         let complete = Step::Complete { page: 1, is_demanded: false };
-        assert_eq!(puller.read_ended(1, ReadEnd::Found), Some(complete), "it was on its way all the time");
+        assert_eq!(puller.read_ended(1, ReadEnd::Found), Some(complete), "the READ was in flight meanwhile");
     }
 
     #[test]
-    fn a_segment_has_few_copies() {
+    fn the_number_of_copies_is_limited() {
         let mut lineage = Lineage::whole(link(1, 0));
         for generation in 1..8 {
             lineage = lineage.handed_to(link(2, generation)).unwrap();

@@ -1,6 +1,6 @@
 //! Hosts of tests: a directory, and a keeper for each host.
 
-// Each test uses some of it.
+// Each test uses only a part.
 #![allow(dead_code)]
 
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ impl Records {
         Self { folder, directory, leases: Mutex::default() }
     }
 
-    /// Starts a host that has the memory of `keeper`, as the next process of its agent does.
+    /// Starts a host with the segments that `keeper` holds, like the next process of its agent.
     pub fn start(&self, host: u16, bytes_per_tenant: u64, keeper: &Arc<TestKeeper>) -> SegmentHost {
         let life = Life { host, epoch: EPOCH };
         let holder = HolderRecord { host, claim_epoch: EPOCH, grace_ms: 0, remaining_lives: None };
@@ -65,7 +65,7 @@ impl Records {
         SegmentHost::start(&options, directory, lease, own_keeper, keeper.kept()).unwrap()
     }
 
-    /// Ends the life of a host: the others have recovered it.
+    /// Ends the life of a host, as if other hosts had recovered it.
     pub fn end_life(&self, host: u16) {
         for (_, lease) in self.leases.lock().unwrap().iter().filter(|(of, _)| *of == host) {
             self.directory.lease_revoke(*lease).unwrap();
@@ -74,17 +74,17 @@ impl Records {
     }
 }
 
-/// The name of the process on a host.
+/// The name of the process that [`open`] opens on a host.
 pub fn name(host: &SegmentHost) -> String {
     format!("worker-{}", host.life().host)
 }
 
-/// Has the process of a host accept segments.
+/// Opens the process of a host, so that it accepts segments.
 pub fn open(host: &SegmentHost, tenant: u32) {
     host.open_process(tenant, &name(host), None, &[]).unwrap();
 }
 
-/// A keeper of the memory of a host that ends and starts again.
+/// A keeper that holds the memory of a host while the host is restarted.
 #[derive(Debug, Default)]
 pub struct TestKeeper(Mutex<BTreeMap<u64, (SegmentKey, Vec<OwnedFd>)>>);
 
@@ -125,7 +125,7 @@ impl KeeperStore for TestKeeper {
     }
 }
 
-/// A lease that lasts.
+/// A lease that never ends.
 #[derive(Debug)]
 struct EndlessLease;
 
