@@ -19,7 +19,7 @@ pub mod unavailable;
 use std::sync::atomic::AtomicU32;
 
 use self::elsewhere::{Entry, EntryEnd, Scatter, Task};
-use metadump::DumpPlace;
+use metadump::DumpPosition;
 pub use replies::Replies;
 pub use stats::ServerReport;
 pub use text::PROTOCOL_VERSION;
@@ -105,13 +105,13 @@ pub struct Context<'p> {
 #[derive(Debug, Default)]
 pub struct Session {
     /// Bytes of a refused value that are still to come.
-    swallows: usize,
+    skip_bytes: usize,
     /// Where a `get` goes on, in its line.
-    get_at: usize,
+    get_offset: usize,
     /// The position at which a list of keys resumes.
-    dump: Option<DumpPlace>,
+    dump: Option<DumpPosition>,
     /// Bytes of a line without an end that were looked at.
-    looked_at: usize,
+    searched_bytes: usize,
     /// Whether the client has shown a token.
     is_authenticated: bool,
     /// The protocol, once the first byte has shown it.
@@ -188,7 +188,7 @@ impl Session {
     /// Whether the next byte begins a request.
     #[must_use]
     pub fn is_at_request(&self) -> bool {
-        self.swallows == 0 && self.get_at == 0 && self.dump.is_none()
+        self.skip_bytes == 0 && self.get_offset == 0 && self.dump.is_none()
     }
 
     /// The protocol, once the first byte has shown it.
@@ -200,10 +200,10 @@ impl Session {
     /// Does what the first request in `input` asks for. `input` is not empty.
     #[inline]
     pub fn step<'p>(&mut self, input: &'p [u8], context: &Context<'p>, out: &mut Replies<'p>) -> Step {
-        if self.swallows > 0 {
-            let swallowed = self.swallows.min(input.len());
-            self.swallows -= swallowed;
-            return Step::Used(swallowed);
+        if self.skip_bytes > 0 {
+            let skipped = self.skip_bytes.min(input.len());
+            self.skip_bytes -= skipped;
+            return Step::Used(skipped);
         }
         if out.len() >= REPLIES_MAX {
             return Step::Again(Until::NextTurn);
@@ -219,18 +219,18 @@ impl Session {
         if protocol == Protocol::Binary {
             return self.binary(input, context, out);
         }
-        let Some(newline) = memchr::memchr(b'\n', &input[self.looked_at..]) else {
+        let Some(newline) = memchr::memchr(b'\n', &input[self.searched_bytes..]) else {
             return self.incomplete_line(input);
         };
-        let newline = self.looked_at + newline;
+        let newline = self.searched_bytes + newline;
         let step = self.line(input, newline, context, out);
         // A request that is tried again has the same line, whose end is found again at once.
-        self.looked_at = if matches!(step, Step::Used(_)) { 0 } else { newline };
+        self.searched_bytes = if matches!(step, Step::Used(_)) { 0 } else { newline };
         step
     }
 
     fn incomplete_line(&mut self, input: &[u8]) -> Step {
-        self.looked_at = input.len();
+        self.searched_bytes = input.len();
         if input.len() > LINE_MAX {
             let spaces = input.iter().take_while(|byte| **byte == b' ').count();
             let text = &input[spaces..];

@@ -259,7 +259,9 @@ impl<'p> Access<'p> {
         let mut touched = None;
         self.store.update(self.pin, key, self.now_s, |item| {
             touched = item.copied();
-            item.map_or(Change::Keep, |item| Change::Put(Put { expires_s, is_fetched: true, ..same(item) }))
+            item.map_or(Change::Keep, |item| {
+                Change::Put(Put { expires_s, is_fetched: true, ..unchanged(item) })
+            })
         })?;
         self.count_request(key);
         self.counters.cmd_touch.add(1);
@@ -331,7 +333,7 @@ impl<'p> Access<'p> {
                     } else {
                         States::NONE
                     };
-                    put(Put { states, cas: new.new_cas, is_fetched: false, value, ..same(item) })
+                    put(Put { states, cas: new.new_cas, is_fetched: false, value, ..unchanged(item) })
                 }
             }
         }
@@ -353,7 +355,7 @@ impl<'p> Access<'p> {
             if !how.invalidates && !how.removes_value {
                 return Change::Remove;
             }
-            let mut kept = same(item);
+            let mut kept = unchanged(item);
             kept.cas = how.new_cas.map_or(Cas::Next, Cas::Exactly);
             if how.removes_value {
                 kept.value = [b"", b""];
@@ -416,7 +418,7 @@ impl<'p> Access<'p> {
 
 /// An item as it is, to be stored with changes.
 #[must_use]
-pub fn same<'p>(item: &Item<'p>) -> Put<'p> {
+pub fn unchanged<'p>(item: &Item<'p>) -> Put<'p> {
     Put {
         client_flags: item.header.client_flags,
         expires_s: item.header.expires_s,
@@ -473,7 +475,7 @@ fn count_item<'d>(item: &Item<'d>, how: &Delta, digits: &'d mut ShortValue) -> (
         cas: how.new_cas,
         expires_s: how.expires_s.unwrap_or(expired_s),
         value: [&digits[..len], &SPACES[..padding]],
-        ..same(item)
+        ..unchanged(item)
     };
     if len > item.value.len() {
         // In memcached a number that becomes longer is a new item.

@@ -97,8 +97,8 @@ pub const PARTITION_TIMEOUT: Duration = Duration::from_millis(100);
 pub const POOL_WAIT: Duration = Duration::from_millis(100);
 
 /// A server that ends waits so long for the thread that uses the pool.
-const OVERFLOW_PATIENCE: Duration = Duration::from_secs(2);
-const OVERFLOW_PAUSE: Duration = Duration::from_millis(1);
+const POOL_THREAD_TIMEOUT: Duration = Duration::from_secs(2);
+const POOL_THREAD_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// What the threads of a server share.
 #[derive(Debug)]
@@ -281,10 +281,10 @@ impl Server {
         self.common.store.pool().stop();
         let threads = self.workers.into_iter().map(|(_, thread)| thread).chain([self.acceptor]);
         // A read of the pool may wait for the agent. It ends with the process.
-        let deadline = Instant::now() + OVERFLOW_PATIENCE;
+        let deadline = Instant::now() + POOL_THREAD_TIMEOUT;
         let overflow = self.overflow;
         while overflow.as_ref().is_some_and(|thread| !thread.is_finished()) && Instant::now() < deadline {
-            std::thread::sleep(OVERFLOW_PAUSE);
+            std::thread::sleep(POOL_THREAD_POLL_INTERVAL);
         }
         let threads = threads.chain(overflow.filter(JoinHandle::is_finished));
         for thread in threads {

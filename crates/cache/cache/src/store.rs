@@ -5,7 +5,7 @@
 //! - [`memory`] and [`layout`]: where all of this is. [`completed`]: what the next store adopts.
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
 //! - [`partition`]: the operations on one part of the keys. `Shared`: what all parts share.
-//! - [`presence`]: where a part is. `moving`: how it leaves and comes. `shift`: its seconds.
+//! - [`presence`]: where a part is. `moving`: how it leaves and arrives. `clock_offset`: its clock.
 //!   `keeping`: how it gets from one store to a later one.
 //! - `cas`: the numbers of items. [`pool`] and `overflow`: items that have no room here.
 //!
@@ -15,6 +15,7 @@
 pub mod budget;
 mod cas;
 pub mod classes;
+mod clock_offset;
 #[cfg(test)]
 mod collision_tests;
 pub mod completed;
@@ -33,7 +34,6 @@ pub mod pool;
 pub mod presence;
 pub mod runs;
 mod shared;
-mod shift;
 pub mod slot;
 mod sync;
 #[cfg(test)]
@@ -54,7 +54,7 @@ use self::item::Item;
 use self::layout::Layout;
 use self::log::NoRoom;
 use self::memory::Memory;
-use self::partition::{Absent, Change, Content, NotNow, Partition};
+use self::partition::{Absent, Change, Content, Partition, UpdateError};
 use self::runs::Queue;
 use self::shared::Shared;
 use self::slot::Location;
@@ -68,9 +68,9 @@ pub const PARTITIONS: usize = 128;
 pub const LIMIT_MIN: u64 = 1 << 20;
 /// A part of the memory is kept free, so that a write seldom waits for readers: one part in so
 /// many.
-const RESERVE_PARTS: u64 = 128;
+const RESERVE_DIVISOR: u64 = 128;
 /// A partition evicts its own oldest run if it is among the oldest of all: one part in so many.
-const OLDEST_PARTS: u64 = 16;
+const OLDEST_DIVISOR: u64 = 16;
 /// Runs that one write evicts at most.
 const EVICTIONS_MAX: usize = 8;
 /// Runs of each partition that one call of [`Store::expire`] frees at most.
@@ -323,17 +323,17 @@ impl Store {
         &self,
         partition: &Partition,
         now_s: u32,
-        mut write: impl FnMut() -> Result<u64, NotNow>,
+        mut write: impl FnMut() -> Result<u64, UpdateError>,
     ) -> Result<u64, Refusal> {
         if !partition.is_here() {
             return Err(Refusal::Elsewhere(partition.number()));
         }
-        let outcome = write().or_else(|not_now| {
-            let bytes = match not_now {
-                NotNow::NoRoom(NoRoom { bytes }) => bytes,
-                NotNow::Fetching => return Err(Refusal::Again(Until::Fetched)),
-                NotNow::Late => return Err(Refusal::Elsewhere(partition.number())),
-                NotNow::ChainFull => return Err(Refusal::Full),
+        let outcome = write().or_else(|error| {
+            let bytes = match error {
+                UpdateError::NoRoom(NoRoom { bytes }) => bytes,
+                UpdateError::Fetching => return Err(Refusal::Again(Until::Fetched)),
+                UpdateError::Late => return Err(Refusal::Elsewhere(partition.number())),
+                UpdateError::ChainFull => return Err(Refusal::Full),
             };
             if self.waits_for_pool(bytes) {
                 return Err(Refusal::Again(Until::Fetched));
@@ -344,10 +344,10 @@ impl Store {
             if self.evicts && !self.make_room(partition, bytes, now_s) {
                 return Err(Refusal::Full);
             }
-            write().map_err(|not_now| match not_now {
-                NotNow::ChainFull => Refusal::Full,
-                NotNow::Late => Refusal::Elsewhere(partition.number()),
-                NotNow::NoRoom(_) | NotNow::Fetching => Refusal::Again(Until::NextTurn),
+            write().map_err(|error| match error {
+                UpdateError::ChainFull => Refusal::Full,
+                UpdateError::Late => Refusal::Elsewhere(partition.number()),
+                UpdateError::NoRoom(_) | UpdateError::Fetching => Refusal::Again(Until::NextTurn),
             })
         });
         if partition.has_opened() {
@@ -411,7 +411,7 @@ impl Store {
     fn replenish(&self, written: &Partition, now_s: u32) {
         let shared = &self.shared;
         self.note_if_short();
-        if self.has_pool && self.shared.pool.is_prompt() {
+        if self.has_pool && self.shared.pool.is_keeping_up() {
             // Memory is freed by what leaves for the pool.
             written.clear_opened();
             written.clean_unused(shared, now_s);
@@ -425,7 +425,7 @@ impl Store {
             }
             let (queue, coldest) = self.coldest();
             let newest = shared.sequence.load(Ordering::Relaxed);
-            let slack = newest.saturating_sub(coldest.oldest(queue)) / OLDEST_PARTS;
+            let slack = newest.saturating_sub(coldest.oldest(queue)) / OLDEST_DIVISOR;
             let is_cold = written.oldest(queue) <= coldest.oldest(queue).saturating_add(slack);
             if written.clean(shared, now_s, shared.keeps_pages) {
             } else if self.clean(now_s) {
@@ -458,7 +458,7 @@ impl Store {
     }
 
     fn reserve(&self) -> u64 {
-        self.shared.budget.limit() / RESERVE_PARTS
+        self.shared.budget.limit() / RESERVE_DIVISOR
     }
 
     /// Frees expired and flushed items, and what no thread can see any more. Called every second.

@@ -19,7 +19,7 @@ struct State {
     last: u64,
     is_full: bool,
     /// What is read again and again instead of what was stored.
-    lie: Option<&'static [u8]>,
+    wrong_bytes: Option<&'static [u8]>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -46,8 +46,8 @@ impl RemoteMemory for Pool {
         for read in reads {
             if let Some(run) = state.runs.get(&read.place) {
                 read.out.copy_from_slice(&run[read.offset..read.offset + read.out.len()]);
-                if let Some(lie) = state.lie {
-                    read.out.iter_mut().zip(lie.iter().cycle()).for_each(|(out, byte)| *out = *byte);
+                if let Some(wrong_bytes) = state.wrong_bytes {
+                    read.out.iter_mut().zip(wrong_bytes.iter().cycle()).for_each(|(out, byte)| *out = *byte);
                 }
                 read.is_done = true;
             }
@@ -466,8 +466,8 @@ fn wrong_bytes_from_the_pool_are_missing_items() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     fill(&mut cache, 30_000);
     // An item with another key, and one with a key that is too long.
-    for lie in [&b"\x00\x03\x00\x00\x00key"[..], b"\x00\xFF\x00\x00\x00"] {
-        cache.pool.0.lock().unwrap().lie = Some(lie);
+    for wrong_bytes in [&b"\x00\x03\x00\x00\x00key"[..], b"\x00\xFF\x00\x00\x00"] {
+        cache.pool.0.lock().unwrap().wrong_bytes = Some(wrong_bytes);
         for key in 0..10_000 {
             if let Some(value) = cache.get(&format!("key{key}")) {
                 assert_eq!(value, value_of(key, 0));

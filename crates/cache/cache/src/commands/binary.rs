@@ -56,7 +56,7 @@ impl Session {
             None => {}
             Some(Status::UnknownCommand) => {
                 push_error(&header, Status::UnknownCommand, out);
-                self.swallows = header.body_len;
+                self.skip_bytes = header.body_len;
                 return Step::Used(HEADER_BYTES);
             }
             Some(status) => {
@@ -109,9 +109,15 @@ impl Session {
         context.access.counters.store_too_large.add(1);
         let mut reply = Replies::new(Vec::new());
         push_error(header, Status::TooLarge, &mut reply);
-        let (reply, swallows) = (reply.into_buffer(), HEADER_BYTES + header.body_len - key_end);
-        let step =
-            self.refuse_large(context.access.key(key), plain == opcode::SET, &reply, swallows, context, out);
+        let (reply, skip_bytes) = (reply.into_buffer(), HEADER_BYTES + header.body_len - key_end);
+        let step = self.refuse_large(
+            context.access.key(key),
+            plain == opcode::SET,
+            &reply,
+            skip_bytes,
+            context,
+            out,
+        );
         self.scatter.iter_mut().for_each(|scatter| scatter.add_used(key_end));
         if step == Step::Scatter { step } else { Step::Used(key_end) }
     }

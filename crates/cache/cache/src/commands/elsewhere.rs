@@ -92,13 +92,13 @@ enum ScatterEnd {
     /// The `get` goes on in its line, `used` bytes long with its end.
     Get { resume_at: usize, used: usize },
     /// This is replied. So many bytes of the input were used, and so many are skipped.
-    Reply { reply: Vec<u8>, used: usize, swallows: usize },
+    Reply { reply: Vec<u8>, used: usize, skip_bytes: usize },
 }
 
 impl Scatter {
     /// Entries whose replies do not matter, and what is replied when all are done.
-    pub(super) fn then(entries: Vec<Entry>, reply: Vec<u8>, used: usize, swallows: usize) -> Self {
-        Self { entries, end: ScatterEnd::Reply { reply, used, swallows } }
+    pub(super) fn then(entries: Vec<Entry>, reply: Vec<u8>, used: usize, skip_bytes: usize) -> Self {
+        Self { entries, end: ScatterEnd::Reply { reply, used, skip_bytes } }
     }
 
     /// Bytes of the input that the request has, without those that are skipped.
@@ -126,7 +126,7 @@ impl Scatter {
 impl Session {
     /// Notes that bytes at the start of the input were used, which were forwarded.
     pub fn skip(&mut self) {
-        (self.get_at, self.looked_at) = (0, 0);
+        (self.get_offset, self.searched_bytes) = (0, 0);
     }
 
     /// Takes the request that the last step has divided.
@@ -160,8 +160,8 @@ impl Session {
     pub fn fail(&mut self, scatter: &Scatter, error: &[u8], out: &mut Replies<'_>) -> usize {
         out.push(error);
         self.skip();
-        if let ScatterEnd::Reply { swallows, .. } = scatter.end {
-            self.swallows = swallows;
+        if let ScatterEnd::Reply { skip_bytes, .. } = scatter.end {
+            self.skip_bytes = skip_bytes;
         }
         scatter.used()
     }
@@ -169,9 +169,9 @@ impl Session {
     /// Puts the replies of the entries together. Returns how many bytes of the input were used.
     pub fn gather(&mut self, scatter: &Scatter, replies: &[Vec<u8>], out: &mut Replies<'_>) -> usize {
         match &scatter.end {
-            ScatterEnd::Reply { reply, used, swallows } => {
+            ScatterEnd::Reply { reply, used, skip_bytes } => {
                 out.push(reply);
-                self.swallows = *swallows;
+                self.skip_bytes = *skip_bytes;
                 self.skip();
                 *used
             }
@@ -187,7 +187,7 @@ impl Session {
                         }
                     }
                 }
-                self.get_at = *resume_at;
+                self.get_offset = *resume_at;
                 0
             }
         }
@@ -238,7 +238,7 @@ fn execute_request<'p>(
     match session.step(bytes, context, out) {
         Step::Used(used) if used == bytes.len() => EntryEnd::Done,
         // The value of a request that is refused is skipped.
-        Step::Used(used) if session.swallows == bytes.len() - used => EntryEnd::Done,
+        Step::Used(used) if session.skip_bytes == bytes.len() - used => EntryEnd::Done,
         Step::Elsewhere { .. } => EntryEnd::Elsewhere,
         Step::Again(_) => EntryEnd::NoRoom,
         Step::Used(_) | Step::Incomplete(_) | Step::Scatter | Step::Close => EntryEnd::Malformed,

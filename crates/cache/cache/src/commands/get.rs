@@ -41,14 +41,14 @@ impl Session {
             return Session::error(out);
         }
         let first = at;
-        if self.get_at != 0 {
-            at = self.get_at;
+        if self.get_offset != 0 {
+            at = self.get_offset;
         } else if has_long_word(text, at) {
             return self.refuse_get(text, at, kind, expires_s, context, out);
         }
         while let Some((word, end)) = words::next(text, at) {
             if out.len() >= REPLIES_MAX {
-                self.get_at = at;
+                self.get_offset = at;
                 return Step::Again(Until::NextTurn);
             }
             let key = context.access.key(word);
@@ -63,13 +63,13 @@ impl Session {
                 }
                 Err(refusal) => {
                     let is_tried_again = matches!(refusal, Refusal::Again(_));
-                    self.get_at = if is_tried_again { at } else { 0 };
+                    self.get_offset = if is_tried_again { at } else { 0 };
                     return refused(refusal, context, out, false, 0);
                 }
             }
             at = end;
         }
-        self.get_at = 0;
+        self.get_offset = 0;
         out.push(b"END\r\n");
         Step::Used(0)
     }

@@ -2,7 +2,7 @@
 
 use super::text::{TOO_LARGE, refused, value_len, value_of};
 use super::{Context, Replies, Session, Step};
-use crate::operations::{Access, Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, same};
+use crate::operations::{Access, Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, unchanged};
 use crate::protocol::base64;
 use crate::protocol::meta::{self, META_WORDS_MAX, MetaFlags, flags_of};
 use crate::protocol::words::{self, Words};
@@ -71,7 +71,7 @@ impl Session {
         let flags = flags_of(words, 3);
         let mut refuse = |session: &mut Self, error: &str| {
             out.push_line(error);
-            session.swallows = len + 2;
+            session.skip_bytes = len + 2;
             Step::Used(0)
         };
         let parsed = match meta::parse(words[1], flags) {
@@ -249,12 +249,12 @@ fn refuse_opaque<'p>(
         let expires_s = last_expiry(item.header.expires_s, is_new, parsed, before, context);
         if is_new {
             let states = binary_key_state(parsed);
-            return Change::Put(Put { expires_s, states, cas: new_cas(parsed), ..same(&item) });
+            return Change::Put(Put { expires_s, states, cas: new_cas(parsed), ..unchanged(&item) });
         }
         if expires_s == item.header.expires_s {
             return Change::Keep;
         }
-        Change::Put(Put { expires_s, ..same(&item) })
+        Change::Put(Put { expires_s, ..unchanged(&item) })
     });
     match updated {
         Ok(_) => error(OPAQUE_TOO_LONG, out),
@@ -281,7 +281,7 @@ fn plan<'p>(
             expires_s: last_expiry(0, true, parsed, flags, context),
             states: item.header.states.with(States::TOKEN_SENT),
             cas: new_cas(parsed),
-            ..same(&item)
+            ..unchanged(&item)
         };
         return Some(Fetch { item, is_new: true, is_won: true, put: Some(put) });
     };
@@ -296,7 +296,7 @@ fn plan<'p>(
     let is_won = !is_sent && (is_early || header.states.has(States::STALE));
     let changes = is_won || parsed.exptime.is_some();
     let put = changes.then(|| {
-        let mut put = Put { expires_s, ..same(item) };
+        let mut put = Put { expires_s, ..unchanged(item) };
         if is_won {
             put.states = put.states.with(States::TOKEN_SENT);
         }

@@ -9,7 +9,7 @@ use crate::store::item::Item;
 
 /// How far a list of keys has come: a partition, and a bucket of its index.
 #[derive(Clone, Copy, Default, Debug)]
-pub(super) struct DumpPlace {
+pub(super) struct DumpPosition {
     partition: usize,
     bucket: u64,
 }
@@ -45,8 +45,8 @@ impl Session {
                 out.push(line(item, begun_s, context).as_bytes());
             });
             place = match next {
-                Some(bucket) => DumpPlace { bucket, ..place },
-                None => DumpPlace { partition: place.partition + 1, bucket: 0 },
+                Some(bucket) => DumpPosition { bucket, ..place },
+                None => DumpPosition { partition: place.partition + 1, bucket: 0 },
             };
         }
         out.push(b"END\r\n");

@@ -189,7 +189,7 @@ impl Session {
         key: Key<'_>,
         deletes: bool,
         reply: &[u8],
-        swallows: usize,
+        skip_bytes: usize,
         context: &Context<'_>,
         out: &mut Replies<'_>,
     ) -> Step {
@@ -198,11 +198,11 @@ impl Session {
         if deletes && let Err(Refusal::Elsewhere(partition)) = context.access.delete_outdated(key) {
             out.truncate(mark);
             let entry = Entry::new(partition, Task::Delete(key.bytes));
-            let scatter = Scatter::then(vec![entry], reply.to_vec(), 0, swallows);
+            let scatter = Scatter::then(vec![entry], reply.to_vec(), 0, skip_bytes);
             self.scatter = Some(Box::new(scatter));
             return Step::Scatter;
         }
-        self.swallows = swallows;
+        self.skip_bytes = skip_bytes;
         Step::Used(0)
     }
 

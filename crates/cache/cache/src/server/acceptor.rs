@@ -19,10 +19,10 @@ use super::{Common, Peer};
 use crate::commands::Service;
 
 /// What the acceptor's waker has as its number.
-const WAKE: u64 = u64::MAX;
+const WAKER_DATA: u64 = u64::MAX;
 const TOO_MANY: &[u8] = b"ERROR Too many open connections\r\n";
 /// Without descriptors for more connections the acceptor waits so long.
-const NO_DESCRIPTORS_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+const ACCEPT_RETRY_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// Wakes the acceptor.
 #[derive(Clone, Debug)]
@@ -74,7 +74,7 @@ impl Acceptor {
     ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let waker = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(&epoll, &waker, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, &waker, epoll::EventData::new_u64(WAKER_DATA), epoll::EventFlags::IN)?;
         for (number, listener) in listeners.iter().enumerate() {
             epoll::add(&epoll, listener, epoll::EventData::new_u64(number as u64), epoll::EventFlags::IN)?;
         }
@@ -132,7 +132,7 @@ impl Acceptor {
                 Err(Errno::AGAIN) => return,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
-                    let _ = rustix::event::poll(&mut [], Some(&NO_DESCRIPTORS_PAUSE));
+                    let _ = rustix::event::poll(&mut [], Some(&ACCEPT_RETRY_INTERVAL));
                     return;
                 }
             };

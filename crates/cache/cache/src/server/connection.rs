@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::Peer;
 use super::acceptor::Accepted;
 use super::peers::links::{FrameEnd, Waiter};
-use super::peers::waiting::{Elsewhere, Reach, Resumed};
+use super::peers::waiting::{ForwardingState, PeerAccess, Resumed};
 use super::stream::{Security, Stream};
 use crate::commands::lookahead::{self, Hashes, REQUESTS_AHEAD};
 use crate::commands::{Context, Replies, Session, Step};
@@ -81,7 +81,7 @@ pub struct Connection {
     /// Tells connections apart that have the same place one after the other.
     serial: u64,
     session: Session,
-    elsewhere: Elsewhere,
+    forwarding: ForwardingState,
     /// Bytes that have arrived, except during a turn.
     pub input: Input,
     /// The least bytes that the next request has.
@@ -131,7 +131,7 @@ impl Connection {
             stream: Stream::new(accepted.socket, security),
             serial,
             session: Session::default(),
-            elsewhere: Elsewhere::new(partition_timeout),
+            forwarding: ForwardingState::new(partition_timeout),
             input: Input::default(),
             needs: 0,
             closes: false,
@@ -168,12 +168,12 @@ impl Connection {
     /// Notes what has become of a frame that this connection has had forwarded. Returns whether it
     /// can go on.
     pub fn note_frame_end(&mut self, waiter: Waiter, frame: u64, end: FrameEnd) -> bool {
-        waiter.serial == self.serial && self.elsewhere.note_end(frame, end)
+        waiter.serial == self.serial && self.forwarding.note_end(frame, end)
     }
 
     /// Whether the connection is to look again at where a partition is.
-    pub fn must_look_again(&self) -> bool {
-        self.elsewhere.must_look_again()
+    pub fn must_retry(&self) -> bool {
+        self.forwarding.must_retry()
     }
 
     /// The connection as one that waits, if it has this number.
@@ -188,14 +188,15 @@ impl Connection {
         input: &'p Input,
         requests_max: usize,
         context: &Context<'p>,
-        reach: &mut Reach<'_>,
+        peer_access: &mut PeerAccess<'_>,
         out: &mut Replies<'p>,
     ) -> usize {
         self.is_runnable = false;
         let counters = context.access.counters;
         let bytes = input.unused();
         let (mut at, mut requests) = (0, 0);
-        let mut resumed = self.elsewhere.resume(&mut reach.turn(bytes, &mut self.session, context, out));
+        let mut resumed =
+            self.forwarding.resume(&mut peer_access.turn(bytes, &mut self.session, context, out));
         loop {
             match resumed {
                 Resumed::Used(used) => at += used,
@@ -224,27 +225,27 @@ impl Connection {
                     if mem::take(&mut self.waits_for_items) {
                         counters.fetched_hits.add(counters.get_hits.get() - hits_before);
                     }
-                    self.elsewhere.note_served();
+                    self.forwarding.note_served();
                 }
                 Step::Elsewhere { partition, len } => {
                     requests += 1;
                     self.waits_for_items = false;
-                    let mut turn = reach.turn(&bytes[at..], &mut self.session, context, out);
-                    resumed = self.elsewhere.forward((partition, len), &mut turn);
+                    let mut turn = peer_access.turn(&bytes[at..], &mut self.session, context, out);
+                    resumed = self.forwarding.forward((partition, len), &mut turn);
                 }
                 Step::Scatter => {
                     requests += 1;
                     self.waits_for_items = false;
                     let Some(scatter) = self.session.pop_scatter() else { break };
-                    let mut turn = reach.turn(&bytes[at..], &mut self.session, context, out);
-                    resumed = self.elsewhere.scatter(scatter, &mut turn);
+                    let mut turn = peer_access.turn(&bytes[at..], &mut self.session, context, out);
+                    resumed = self.forwarding.scatter(scatter, &mut turn);
                 }
                 Step::Incomplete(needs) => {
                     self.needs = needs;
                     break;
                 }
                 Step::Again(Until::Fetched) => {
-                    self.elsewhere.wait_for_fetch();
+                    self.forwarding.wait_for_fetch();
                     self.waits_for_items = true;
                     break;
                 }
@@ -286,14 +287,14 @@ impl Connection {
 
     /// Whether bytes can be received without an event of the socket.
     pub fn has_decrypted(&self) -> bool {
-        self.stream.has_decrypted() && self.elsewhere.waiting.is_none()
+        self.stream.has_decrypted() && self.forwarding.waiting.is_none()
     }
 
     /// What the worker is to wait for from now on.
     pub fn next_wait(&self) -> WaitsFor {
         if self.stream.has_backlog() {
             WaitsFor::Room
-        } else if self.elsewhere.waiting.is_some() && (self.is_full() || self.stream.is_ended) {
+        } else if self.forwarding.waiting.is_some() && (self.is_full() || self.stream.is_ended) {
             WaitsFor::Nothing
         } else {
             WaitsFor::Requests
@@ -305,7 +306,7 @@ impl Connection {
         if self.stream.is_broken {
             return true;
         }
-        let is_done = self.stream.is_ended && !self.is_runnable && self.elsewhere.waiting.is_none();
+        let is_done = self.stream.is_ended && !self.is_runnable && self.forwarding.waiting.is_none();
         (self.closes || is_done) && !self.stream.has_backlog()
     }
 }

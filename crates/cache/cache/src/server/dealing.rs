@@ -15,7 +15,7 @@ use super::peers::PeerSocket;
 
 /// What other threads give to a worker.
 #[derive(Debug, Default)]
-pub struct Dealt {
+pub struct NewConnections {
     /// Connections of clients.
     pub clients: Vec<Accepted>,
     /// Connections of other servers.
@@ -28,7 +28,7 @@ pub struct Dealt {
 #[derive(Debug)]
 pub struct WorkerHandle {
     waker: OwnedFd,
-    dealt: Mutex<Dealt>,
+    new_connections: Mutex<NewConnections>,
     reports: Mutex<BTreeMap<RawFd, Arc<ConnectionReport>>>,
 }
 
@@ -39,7 +39,7 @@ impl WorkerHandle {
     /// If the system has no descriptor for it.
     pub fn new() -> io::Result<Self> {
         let waker = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { waker, dealt: Mutex::default(), reports: Mutex::default() })
+        Ok(Self { waker, new_connections: Mutex::default(), reports: Mutex::default() })
     }
 
     /// Wakes the worker. It looks again at where partitions are.
@@ -50,19 +50,19 @@ impl WorkerHandle {
 
     /// Deals a connection to the worker.
     pub fn deal(&self, accepted: Accepted) {
-        self.dealt.lock().clients.push(accepted);
+        self.new_connections.lock().clients.push(accepted);
         self.wake();
     }
 
     /// Deals a connection of another server to the worker.
     pub fn deal_peer(&self, socket: PeerSocket) {
-        self.dealt.lock().peers.push(socket);
+        self.new_connections.lock().peers.push(socket);
         self.wake();
     }
 
     /// Gives the worker a connection with a server, or says that it cannot be reached.
     pub fn deal_link(&self, server: u16, socket: Option<PeerSocket>) {
-        self.dealt.lock().links.push((server, socket));
+        self.new_connections.lock().links.push((server, socket));
         self.wake();
     }
 
@@ -72,11 +72,11 @@ impl WorkerHandle {
     }
 
     /// What was given to the worker since it was last looked at.
-    pub fn dealt(&self) -> Dealt {
+    pub fn take_connections(&self) -> NewConnections {
         let mut count = [0; 8];
         // Only the worker reads the counter; without a count there is nothing new.
         let _ = rustix::io::read(&self.waker, &mut count);
-        mem::take(&mut *self.dealt.lock())
+        mem::take(&mut *self.new_connections.lock())
     }
 
     /// The worker's connections, by descriptor.

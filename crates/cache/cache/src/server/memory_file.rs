@@ -9,7 +9,7 @@ use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 /// Permissions of other users.
-const OTHERS: u32 = 0o077;
+const GROUP_AND_OTHERS: u32 = 0o077;
 
 /// Opens or creates the file, which no other process may use at the same time, and which has so
 /// many bytes. Most of them are never written: a server uses about as many as its limit.
@@ -63,7 +63,7 @@ fn check(file: &OwnedFd) -> io::Result<()> {
         return Err(refused("it has several names (hard links)"));
     }
     let mode = found.st_mode & 0o7777;
-    if mode & OTHERS != 0 {
+    if mode & GROUP_AND_OTHERS != 0 {
         return Err(refused(&format!("other users may use it (mode {mode:o}): run chmod 600 on it")));
     }
     Ok(())

@@ -13,17 +13,17 @@ use crate::store::item;
 use crate::store::pool::{Fetch, Spill};
 
 /// Longest pause without work.
-const IDLE: Duration = Duration::from_millis(100);
+const IDLE_TIMEOUT: Duration = Duration::from_millis(100);
 /// After a failure no run is copied to the pool for so long; runs are evicted instead.
-const FAILURE_PAUSE: Duration = Duration::from_secs(1);
+const FAILURE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Runs are copied at a time until they have so many bytes.
 const SPILL_BYTES: u64 = 1 << 20;
 /// Fewer are copied while items are fetched, which wait meanwhile.
 const SPILL_BESIDE_FETCHES_BYTES: u64 = 64 << 10;
 /// Fetches are likely to come so soon after others.
-const FETCHES_LAST: Duration = Duration::from_millis(10);
+const FETCH_BURST_TIMEOUT: Duration = Duration::from_millis(10);
 /// At most one part in so many of the pool is copied at a time.
-const SPILL_PARTS: u64 = 4;
+const SPILL_POOL_DIVISOR: u64 = 4;
 /// Bytes of an item that are fetched at first.
 const FETCH_BYTES: usize = 4096;
 /// Items that are fetched at a time.
@@ -103,10 +103,10 @@ impl Overflow {
 
     /// Works until the server stops.
     pub fn run(mut self) {
-        let _closing = Closing(Arc::clone(&self.common));
-        self.common.store.pool().set_open(true);
+        let _closing = PoolCloser(Arc::clone(&self.common));
+        self.common.store.pool().set_accepts_runs(true);
         loop {
-            let work = self.common.store.pool().next(IDLE, FETCHES_MAX);
+            let work = self.common.store.pool().next(IDLE_TIMEOUT, FETCHES_MAX);
             self.free(&work.freed);
             if work.stops {
                 return;
@@ -122,11 +122,11 @@ impl Overflow {
     }
 
     /// Asks the pool for something. Requests see how long the answer takes.
-    fn asked<T>(&mut self, ask: impl FnOnce(&mut dyn RemoteMemory) -> T) -> T {
+    fn call_pool<T>(&mut self, ask: impl FnOnce(&mut dyn RemoteMemory) -> T) -> T {
         let pool = self.common.store.pool();
-        pool.set_asked(true);
+        pool.set_request_pending(true);
         let answer = ask(&mut *self.memory);
-        pool.set_asked(false);
+        pool.set_request_pending(false);
         answer
     }
 
@@ -135,7 +135,7 @@ impl Overflow {
             self.bytes -= self.places.remove(place).unwrap_or(0);
         }
         if !places.is_empty() {
-            self.asked(|memory| memory.free(places));
+            self.call_pool(|memory| memory.free(places));
             self.report();
         }
     }
@@ -148,28 +148,28 @@ impl Overflow {
 
     /// Copies runs to the pool until there is enough memory, or others wait for the thread.
     fn spill(&mut self) {
-        if self.failed.is_some_and(|failed| failed.elapsed() < FAILURE_PAUSE) {
+        if self.failed.is_some_and(|failed| failed.elapsed() < FAILURE_RETRY_INTERVAL) {
             let pool = self.common.store.pool();
             pool.clear_wanted();
-            pool.set_copied();
+            pool.clear_short();
             return;
         }
-        self.spill_some();
+        self.spill_batch();
         let pool = self.common.store.pool();
-        pool.set_copied();
-        pool.set_open(self.failed.is_none());
+        pool.clear_short();
+        pool.set_accepts_runs(self.failed.is_none());
         self.common.store.collect_retired();
         // Writes may wait for memory.
         self.workers.iter().for_each(|worker| worker.wake());
     }
 
-    fn spill_some(&mut self) {
+    fn spill_batch(&mut self) {
         let store = &self.common.store;
         let now_s = self.common.clock.now_s();
-        while store.has_too_many_away() && store.evict_from_pool() {}
-        let fetches = self.fetched.is_some_and(|fetched| fetched.elapsed() < FETCHES_LAST);
+        while store.has_too_many_remote_items() && store.evict_from_pool() {}
+        let fetches = self.fetched.is_some_and(|fetched| fetched.elapsed() < FETCH_BURST_TIMEOUT);
         let bytes_max = if fetches { SPILL_BESIDE_FETCHES_BYTES } else { SPILL_BYTES };
-        let bytes_max = bytes_max.min(self.bytes_max / SPILL_PARTS);
+        let bytes_max = bytes_max.min(self.bytes_max / SPILL_POOL_DIVISOR);
         let (mut spills, mut bytes) = (Vec::new(), 0);
         while bytes < bytes_max
             && let Some(spill) = store.next_spill(now_s)
@@ -189,7 +189,7 @@ impl Overflow {
         }
         let stored = self.make_room(&spills).and_then(|()| {
             let runs: Vec<&[u8]> = spills.iter().map(|spill| &spill.bytes[..]).collect();
-            self.asked(|memory| memory.store(&runs))
+            self.call_pool(|memory| memory.store(&runs))
         });
         let places = match stored {
             Ok(places) => places,
@@ -298,7 +298,7 @@ impl Overflow {
                 ats.push(at);
             }
         }
-        self.asked(|memory| memory.read(&mut reads));
+        self.call_pool(|memory| memory.read(&mut reads));
         let mut are_done = vec![false; fetches.len()];
         for (at, read) in ats.into_iter().zip(reads) {
             are_done[at] = read.is_done;
@@ -308,12 +308,12 @@ impl Overflow {
 }
 
 /// Has requests not wait for the thread when it has ended.
-struct Closing(Arc<Common>);
+struct PoolCloser(Arc<Common>);
 
-impl Drop for Closing {
+impl Drop for PoolCloser {
     fn drop(&mut self) {
         let store = &self.0.store;
-        store.pool().set_open(false);
+        store.pool().set_accepts_runs(false);
         if std::thread::panicking() {
             // What is there cannot be fetched any more.
             while store.evict_from_pool() {}

@@ -49,7 +49,7 @@ fn add_pool(common: &Common, sums: &Sums, add: &mut dyn FnMut(&str, &dyn Display
     }
     let pool = store.pool();
     let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    add("pool_items", &store.items_away());
+    add("pool_items", &store.items_in_pool());
     add("pool_runs", &load(&pool.runs));
     add("pool_bytes", &load(&pool.bytes));
     add("pool_hits", &load(&pool.hits));

@@ -17,8 +17,8 @@ const PARTS_MAX: usize = 1024;
 const SEALED_BYTES: usize = 64 << 10;
 
 /// Bytes that are thrown away at a time when a connection is closed, and how often at most.
-const UNREAD_BYTES: usize = 64 << 10;
-const UNREAD_TIMES: usize = 128;
+const DRAIN_BUFFER_BYTES: usize = 64 << 10;
+const DRAIN_READS_MAX: usize = 128;
 
 /// How a connection is encrypted.
 #[derive(Debug)]
@@ -233,8 +233,8 @@ impl Stream {
             return;
         }
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write);
-        let mut unread = vec![0; UNREAD_BYTES];
-        for _ in 0..UNREAD_TIMES {
+        let mut unread = vec![0; DRAIN_BUFFER_BYTES];
+        for _ in 0..DRAIN_READS_MAX {
             match rustix::net::recv(&self.socket, &mut unread[..], RecvFlags::empty()) {
                 Ok((_, 1..)) | Err(Errno::INTR) => {}
                 Ok((_, 0)) | Err(_) => return,

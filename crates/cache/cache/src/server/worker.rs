@@ -19,7 +19,7 @@ use super::dealing::WorkerHandle;
 use super::peers::PeerSocket;
 use super::peers::links::{FrameEnd, Interest, Links, Waiter};
 use super::peers::serving::PeerConnection;
-use super::peers::waiting::Reach;
+use super::peers::waiting::PeerAccess;
 use super::source::Source;
 use crate::commands::lookahead::{self, Hashes, KEYS_AHEAD};
 use crate::commands::{Context, Replies, Service};
@@ -32,9 +32,9 @@ const BUFFERS_MAX: usize = 64;
 /// A buffer for replies that has grown beyond this is not kept.
 const REPLY_BUFFER_MAX: usize = 64 << 10;
 /// After so long a request is looked at again that waits for a partition, if nothing is said.
-const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-const LOOK_AGAIN_TIME: Duration = Duration::from_millis(20);
-const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+const PARKED_RETRY_TIMESPEC: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+const PARKED_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// Serves connections.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ pub struct Worker {
     input_buffers: Vec<Vec<u8>>,
     reply_buffers: Vec<Vec<u8>>,
     idle_checked_s: u32,
-    looked_again: Instant,
+    last_retry: Instant,
     /// When the current turn has begun.
     now: Instant,
 }
@@ -100,7 +100,7 @@ impl Worker {
             input_buffers: Vec::new(),
             reply_buffers: Vec::new(),
             idle_checked_s: 0,
-            looked_again: Instant::now(),
+            last_retry: Instant::now(),
             now: Instant::now(),
         })
     }
@@ -127,8 +127,8 @@ impl Worker {
                     Source::Waker => self.on_wake(),
                 }
             }
-            if self.looks_again() && self.now.duration_since(self.looked_again) >= LOOK_AGAIN_TIME {
-                self.look_again();
+            if self.has_waiting() && self.now.duration_since(self.last_retry) >= PARKED_RETRY_INTERVAL {
+                self.retry_waiting();
             }
             self.turn();
             if let Some((began, hits_before)) = hits {
@@ -146,7 +146,7 @@ impl Worker {
     }
 
     /// Whether requests wait for a partition, for room, or for the answer of another server.
-    fn looks_again(&self) -> bool {
+    fn has_waiting(&self) -> bool {
         !self.parked.is_empty()
             || self.links.has_flights()
             || self.peers.iter().flatten().any(PeerConnection::is_waiting)
@@ -154,9 +154,9 @@ impl Worker {
 
     fn timeout(&self) -> Option<Timespec> {
         if !self.ready.is_empty() || !self.ready_peers.is_empty() {
-            return Some(AT_ONCE);
+            return Some(NO_WAIT);
         }
-        self.looks_again().then_some(LOOK_AGAIN)
+        self.has_waiting().then_some(PARKED_RETRY_TIMESPEC)
     }
 
     fn on_client(&mut self, number: usize, flags: epoll::EventFlags) {
@@ -218,32 +218,32 @@ impl Worker {
 
     fn on_wake(&mut self) {
         let now_s = self.common.clock.now_s();
-        let dealt = self.handle.dealt();
-        for accepted in dealt.clients {
+        let new_connections = self.handle.take_connections();
+        for accepted in new_connections.clients {
             self.open(accepted, now_s);
         }
-        for socket in dealt.peers {
+        for socket in new_connections.peers {
             self.open_peer(socket);
         }
-        for (server, socket) in dealt.links {
+        for (server, socket) in new_connections.links {
             self.open_link(server, socket);
         }
         if self.common.idle_timeout_s != 0 && self.idle_checked_s != now_s {
             self.idle_checked_s = now_s;
             self.close_idle(now_s);
         }
-        self.look_again();
+        self.retry_waiting();
     }
 
     /// Looks again at where the partitions are for which requests wait, and ends frames whose time
     /// is over.
-    fn look_again(&mut self) {
-        self.looked_again = self.now;
+    fn retry_waiting(&mut self) {
+        self.last_retry = self.now;
         let mut ends = Vec::new();
         self.links.expire(self.now, |frame, waiter, end| ends.push((frame, waiter, end)));
         self.end_frames(ends);
         for number in mem::take(&mut self.parked) {
-            if self.connections[number].as_ref().is_some_and(Connection::must_look_again) {
+            if self.connections[number].as_ref().is_some_and(Connection::must_retry) {
                 self.make_ready(number);
             }
         }
@@ -387,8 +387,14 @@ impl Worker {
                 && !connection.stream.has_backlog()
             {
                 let waiter = connection.waiter(*number);
-                let mut reach = Reach { links: &mut self.links, waiter, now: self.now };
-                used = connection.serve(input, common.requests_per_turn, &context, &mut reach, &mut replies);
+                let mut peer_access = PeerAccess { links: &mut self.links, waiter, now: self.now };
+                used = connection.serve(
+                    input,
+                    common.requests_per_turn,
+                    &context,
+                    &mut peer_access,
+                    &mut replies,
+                );
             }
             served.push(Served { number: *number, used, replies });
         }
@@ -480,7 +486,7 @@ impl Worker {
                 return;
             }
         }
-        if connection.must_look_again() {
+        if connection.must_retry() {
             self.parked.push(number);
         }
         let can_send = !connection.stream.has_backlog();

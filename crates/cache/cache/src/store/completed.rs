@@ -38,7 +38,7 @@ pub struct Completed {
 const VERSION_SHIFT: u32 = 56;
 
 /// The words of the header that the checksum covers, in order.
-const COVERED: usize = header::CHECKSUM / 8;
+const CHECKSUM_WORDS: usize = header::CHECKSUM / 8;
 
 impl Completed {
     /// Marks the memory as complete.
@@ -114,7 +114,7 @@ fn load(memory: &Memory, offset: usize) -> u64 {
 
 fn checksum(memory: &Memory) -> u64 {
     let mut bytes = [0; header::CHECKSUM];
-    for (word, bytes) in (0..COVERED).zip(bytes.chunks_exact_mut(8)) {
+    for (word, bytes) in (0..CHECKSUM_WORDS).zip(bytes.chunks_exact_mut(8)) {
         bytes.copy_from_slice(&memory.word(word * 8).load(Ordering::Acquire).to_le_bytes());
     }
     xxhash_rust::xxh3::xxh3_64(&bytes)

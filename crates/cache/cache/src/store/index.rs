@@ -117,7 +117,7 @@ pub enum Search {
     /// No item has the key.
     Missing,
     /// A writer is changing the chain: search again with the partition's lock held.
-    Unsettled,
+    Inconclusive,
 }
 
 /// Where the item of a key probably is.
@@ -213,7 +213,7 @@ impl<W: Words> Index<W> {
             }
             std::hint::spin_loop();
         }
-        Search::Unsettled
+        Search::Inconclusive
     }
 
     /// Has the processor load the bucket of a key, which is soon needed.
@@ -243,7 +243,7 @@ impl<W: Words> Index<W> {
     #[inline]
     pub fn guess_in(&self, bucket: usize, hash: u64) -> Option<Location> {
         let slots = (bucket + 1..bucket + BUCKET_WORDS).map(|at| Slot(self.words.load(at)));
-        slots.into_iter().find(|slot| slot.may_be(hash)).map(Slot::location)
+        slots.into_iter().find(|slot| slot.matches_hash(hash)).map(Slot::location)
     }
 
     /// Searches the slot of a key. Must be called with the partition's lock held.
@@ -373,7 +373,7 @@ impl<W: Words> Index<W> {
         for _ in 0..CHAIN_MAX {
             for at in bucket + 1..bucket + BUCKET_WORDS {
                 let slot = Slot(self.words.load(at));
-                if slot.may_be(hash) && is_key(slot.location()) {
+                if slot.matches_hash(hash) && is_key(slot.location()) {
                     return Scan::Found(Found { at, slot });
                 }
             }

@@ -5,7 +5,7 @@ mod adopting;
 mod overflow;
 
 pub use adopting::{Damaged, Origin};
-pub use overflow::{Kept, OverflowRuns};
+pub use overflow::{OverflowRuns, RemoteItem};
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};

@@ -10,7 +10,7 @@ use super::presence::{Place, Presence};
 use super::{Store, cas};
 
 /// How long a thread sleeps that waits for the turns of others.
-const TURN_PAUSE: Duration = Duration::from_micros(20);
+const TURN_POLL_INTERVAL: Duration = Duration::from_micros(20);
 
 /// Memory of the budget that is kept for a partition that is about to come.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl Store {
         partitions.iter().for_each(|partition| self.partitions[*partition].begin_leaving());
         let epoch = self.shared.epochs.retire();
         while self.shared.epochs.oldest() <= epoch {
-            std::thread::sleep(TURN_PAUSE);
+            std::thread::sleep(TURN_POLL_INTERVAL);
         }
     }
 

@@ -4,17 +4,17 @@ use std::sync::atomic::Ordering;
 
 use super::partition::Spilled;
 use super::pool::{Fetch, PoolQueue, Spill};
-use super::{RESERVE_PARTS, Store};
+use super::{RESERVE_DIVISOR, Store};
 
 /// Runs are copied to the pool if less than one part in so many of the memory is free.
-const SPARE_PARTS: u64 = 32;
+const SPARE_DIVISOR: u64 = 32;
 /// Runs that are freed in a row, because little of them was in use, before others are served.
 const FREED_MAX: usize = 64;
 /// Bytes of memory for each item in the pool: what is kept of it, and its slot in the index.
-const BYTES_PER_ITEM_AWAY: u64 = 24;
+const BYTES_PER_REMOTE_ITEM: u64 = 24;
 /// These bytes are at most one part in so many of the memory.
-const AWAY_PARTS: u64 = 2;
-const _: () = assert!(SPARE_PARTS < RESERVE_PARTS);
+const REMOTE_ITEMS_DIVISOR: u64 = 2;
+const _: () = assert!(SPARE_DIVISOR < RESERVE_DIVISOR);
 
 impl Store {
     /// What threads ask of the pool.
@@ -43,14 +43,14 @@ impl Store {
     }
 
     fn lacks(&self, bytes: u64) -> bool {
-        self.shared.budget.available() < bytes.max(self.shared.budget.limit() / SPARE_PARTS)
+        self.shared.budget.available() < bytes.max(self.shared.budget.limit() / SPARE_DIVISOR)
     }
 
     /// Whether what is kept here of the items in the pool needs too much of the memory.
     #[must_use]
-    pub fn has_too_many_away(&self) -> bool {
-        let bytes = self.shared.pool.items.load(Ordering::Relaxed) * BYTES_PER_ITEM_AWAY;
-        bytes > self.shared.budget.limit() / AWAY_PARTS
+    pub fn has_too_many_remote_items(&self) -> bool {
+        let bytes = self.shared.pool.items.load(Ordering::Relaxed) * BYTES_PER_REMOTE_ITEM;
+        bytes > self.shared.budget.limit() / REMOTE_ITEMS_DIVISOR
     }
 
     /// Has runs copied to the pool if memory is short.
@@ -66,7 +66,7 @@ impl Store {
         // leaves for the pool does not help.
         let waits = self.has_pool
             && self.lacks(bytes as u64)
-            && self.shared.pool.is_prompt()
+            && self.shared.pool.is_keeping_up()
             && bytes as u64 + self.shared.fixed_bytes() <= self.shared.budget.limit();
         if waits {
             self.shared.pool.note_wanted(bytes as u64);
@@ -120,11 +120,11 @@ impl Store {
             self.make_room(partition, no_room.bytes, now_s);
             if partition.bring_back(&self.shared, fetch, bytes, now_s).is_err() {
                 // It cannot be read: it is gone, with what left together with it.
-                partition.lose_away(&self.shared, fetch.location.run);
+                partition.lose_remote(&self.shared, fetch.location.run);
             }
         }
         self.note_if_short();
-        if self.is_short() && !self.shared.pool.is_prompt() && self.evicts {
+        if self.is_short() && !self.shared.pool.is_keeping_up() && self.evicts {
             self.evict_for(0, now_s);
             self.collect();
         }
@@ -132,7 +132,7 @@ impl Store {
 
     /// The pool has lost the run of an item.
     pub fn lose(&self, fetch: &Fetch) {
-        self.partitions[fetch.partition].lose_away(&self.shared, fetch.location.run);
+        self.partitions[fetch.partition].lose_remote(&self.shared, fetch.location.run);
     }
 
     /// Gives up the run in the pool that was opened first; returns whether there was one.
@@ -140,16 +140,18 @@ impl Store {
         let oldest = self
             .partitions
             .iter()
-            .filter_map(|partition| partition.oldest_away().map(|(sequence, run)| (sequence, run, partition)))
+            .filter_map(|partition| {
+                partition.oldest_remote().map(|(sequence, run)| (sequence, run, partition))
+            })
             .min_by_key(|(sequence, ..)| *sequence);
         let Some((_, run, partition)) = oldest else { return false };
-        partition.lose_away(&self.shared, run);
+        partition.lose_remote(&self.shared, run);
         true
     }
 
     /// Items in the pool.
     #[must_use]
-    pub fn items_away(&self) -> u64 {
-        self.partitions.iter().map(super::partition::Partition::items_away).sum()
+    pub fn items_in_pool(&self) -> u64 {
+        self.partitions.iter().map(super::partition::Partition::items_in_pool).sum()
     }
 }

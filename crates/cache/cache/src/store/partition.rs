@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use parking_lot::{Mutex, MutexGuard};
 
 use self::overflow::Candidates;
+use super::clock_offset::ClockOffset;
 use super::epochs::{NO_END_US, Pin};
 use super::index::{Found, Guess, Index, Search};
 use super::item::{self, Header, Item, States};
@@ -25,7 +26,6 @@ use super::log::{Charge, Log, NewItem, NoRoom, Target};
 use super::memory::{Memory, PAGE_BYTES};
 use super::presence::PresenceCell;
 use super::runs::{Queue, RunEntry, RunState, SharedMemory};
-use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
 use crate::clock::boot_us;
@@ -92,7 +92,7 @@ pub enum Absent {
 
 /// Why an update cannot be done now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NotNow {
+pub enum UpdateError {
     /// Memory must be freed first.
     NoRoom(NoRoom),
     /// An item in the pool may be the one, and is being fetched.
@@ -104,7 +104,7 @@ pub enum NotNow {
     ChainFull,
 }
 
-impl From<NoRoom> for NotNow {
+impl From<NoRoom> for UpdateError {
     fn from(no_room: NoRoom) -> Self {
         Self::NoRoom(no_room)
     }
@@ -117,7 +117,7 @@ pub struct Partition {
     /// Whether items may be in the pool.
     has_pool: bool,
     presence: PresenceCell,
-    shift: Shift,
+    clock_offset: ClockOffset,
     memory: SharedMemory,
     layout: Layout,
     index: Index<SharedMemory>,
@@ -169,7 +169,7 @@ impl Partition {
             number,
             has_pool: false,
             presence: PresenceCell::here(),
-            shift: Shift::default(),
+            clock_offset: ClockOffset::default(),
             flush_s: AtomicU32::new(0),
             index: Index::new(Arc::clone(&memory), layout.index()),
             memory,
@@ -197,12 +197,12 @@ impl Partition {
         if !self.is_here() || pin.serves_until_us() == 0 {
             return Err(Absent::Elsewhere(self.number));
         }
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         let candidates = Candidates::default();
         let found = match self.index.search(key.hash, |at| self.is_key(at, key.bytes, &candidates)) {
             Search::Found(found) => found,
             Search::Missing => return Err(self.absent(shared, key, &candidates)),
-            Search::Unsettled => {
+            Search::Inconclusive => {
                 let _lock = self.log.lock();
                 let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
                 found.ok_or_else(|| self.absent(shared, key, &candidates))?
@@ -281,18 +281,18 @@ impl Partition {
         now_s: u32,
         replaces: bool,
         decide: impl FnOnce(Option<&Item<'p>>) -> Change<'c>,
-    ) -> Result<u64, NotNow> {
-        let now_s = self.shift.to_partition(now_s);
+    ) -> Result<u64, UpdateError> {
+        let now_s = self.clock_offset.to_partition(now_s);
         let mut inner = self.log.lock();
         if !may_change(pin) {
-            return Err(NotNow::Late);
+            return Err(UpdateError::Late);
         }
         let candidates = Candidates::default();
         let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
         if found.is_none() && !candidates.borrow().is_empty() {
-            if !replaces && !shared.pool.is_stuck() {
+            if !replaces && !shared.pool.is_unresponsive() {
                 self.fetches(key.hash, &candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
-                return Err(NotNow::Fetching);
+                return Err(UpdateError::Fetching);
             }
             self.remove_candidates(shared, &mut inner, key.hash, &candidates);
         }
@@ -313,7 +313,7 @@ impl Partition {
     /// Why a key has no item here. If one in the pool may have it, that is fetched.
     #[cold]
     fn absent(&self, shared: &Shared, key: Key<'_>, candidates: &Candidates) -> Absent {
-        if candidates.borrow().is_empty() || shared.pool.is_stuck() {
+        if candidates.borrow().is_empty() || shared.pool.is_unresponsive() {
             return Absent::Missing;
         }
         self.fetches(key.hash, candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
@@ -328,13 +328,13 @@ impl Partition {
         now_s: u32,
         found: Option<Found>,
         put: &Put<'_>,
-    ) -> Result<u64, NotNow> {
+    ) -> Result<u64, UpdateError> {
         let cas = match put.cas {
             Cas::Exactly(cas) => cas,
             Cas::Next if shared.has_cas => inner.log.next_cas(shared),
             Cas::Next => 0,
         };
-        let expires_s = self.shift.to_partition(put.expires_s);
+        let expires_s = self.clock_offset.to_partition(put.expires_s);
         let header = Header { client_flags: put.client_flags, expires_s, cas, states: put.states };
         let new = NewItem { header, key: key.bytes, value: put.value, stored_s: now_s, tolerance_s: 0 };
         // A value that replaces another one inherits what is known of the key.
@@ -362,7 +362,7 @@ impl Partition {
         } else {
             let len = self.item_len(location);
             inner.log.release(shared, location.run, len);
-            return Err(NotNow::ChainFull);
+            return Err(UpdateError::ChainFull);
         }
         if inner.log.opened != 0 {
             self.publish_oldest(inner);
@@ -393,8 +393,8 @@ impl Partition {
     }
 
     fn release(&self, shared: &Shared, inner: &mut Inner, location: Location) {
-        if inner.log.is_away(location.run) {
-            return inner.log.release_away(shared, location.run);
+        if inner.log.is_remote(location.run) {
+            return inner.log.release_remote(shared, location.run);
         }
         inner.log.release(shared, location.run, self.item_len(location));
     }
@@ -454,8 +454,8 @@ impl Partition {
     }
 
     /// Items in the pool.
-    pub fn items_away(&self) -> u64 {
-        self.log.lock().log.items_away()
+    pub fn items_in_pool(&self) -> u64 {
+        self.log.lock().log.items_in_pool()
     }
 
     /// What is in the partition.
@@ -468,7 +468,7 @@ impl Partition {
             oldest_s: Queue::ALL
                 .into_iter()
                 .filter_map(|queue| inner.log.oldest(queue))
-                .map(|(_, run)| self.shift.to_server(self.entry(run).times().0))
+                .map(|(_, run)| self.clock_offset.to_server(self.entry(run).times().0))
                 .min(),
         }
     }
@@ -489,13 +489,13 @@ impl Partition {
             };
             offset += u32::try_from(len).expect("shorter than a run");
         }
-        self.shift.to_server(stored_s)
+        self.clock_offset.to_server(stored_s)
     }
 
     /// The item with its expiry as a second of the server.
     #[inline]
     fn for_server<'p>(&self, mut item: Item<'p>) -> Item<'p> {
-        item.header.expires_s = self.shift.to_server(item.header.expires_s);
+        item.header.expires_s = self.clock_offset.to_server(item.header.expires_s);
         item
     }
 

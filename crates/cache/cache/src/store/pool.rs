@@ -10,11 +10,11 @@ use aquifer_latency::LatencyHistogram;
 use parking_lot::{Condvar, Mutex};
 use rustix::time::ClockId;
 
-use super::log::Kept;
+use super::log::RemoteItem;
 use super::slot::Location;
 
 /// If memory is short for longer, runs are evicted.
-const SHORT_MS_MAX: u64 = 100;
+const SHORT_TIMEOUT_MS: u64 = 100;
 
 /// A run that is to be copied to the pool.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub struct Spill {
     /// Its bytes.
     pub bytes: Vec<u8>,
     /// The items of it that are in use.
-    pub kept: Box<[Kept]>,
+    pub kept: Box<[RemoteItem]>,
 }
 
 /// An item that is to be fetched from the pool.
@@ -52,13 +52,13 @@ pub struct PoolQueue {
     state: Mutex<PoolState>,
     has_work: Condvar,
     /// Whether runs can be copied to the pool.
-    is_open: AtomicBool,
+    accepts_runs: AtomicBool,
     /// Since which millisecond of the system's clock memory is short, or 0.
     short_since_ms: AtomicU64,
     /// The most bytes that a write waits for.
     wanted: AtomicU64,
     /// Since which millisecond of the system's clock the pool has not answered, or 0.
-    asked_since_ms: AtomicU64,
+    pending_since_ms: AtomicU64,
     /// Milliseconds for which requests wait for an answer of the pool.
     wait_ms: AtomicU64,
     /// Items that the runs in the pool had when they left.
@@ -122,10 +122,10 @@ impl PoolQueue {
 
     /// Whether memory will soon be free because runs are copied to the pool, so that nothing is to
     /// be evicted.
-    pub fn is_prompt(&self) -> bool {
+    pub fn is_keeping_up(&self) -> bool {
         let since_ms = self.short_since_ms.load(Ordering::Relaxed);
-        let is_late = since_ms != 0 && now_ms().saturating_sub(since_ms) > SHORT_MS_MAX;
-        self.is_open.load(Ordering::Relaxed) && !is_late
+        let is_late = since_ms != 0 && now_ms().saturating_sub(since_ms) > SHORT_TIMEOUT_MS;
+        self.accepts_runs.load(Ordering::Relaxed) && !is_late
     }
 
     /// Sets the time for which requests wait for an answer of the pool.
@@ -134,23 +134,23 @@ impl PoolQueue {
     }
 
     /// Says that the pool is asked for something, or that it has answered.
-    pub fn set_asked(&self, is_asked: bool) {
-        self.asked_since_ms.store(if is_asked { now_ms().max(1) } else { 0 }, Ordering::Relaxed);
+    pub fn set_request_pending(&self, is_pending: bool) {
+        self.pending_since_ms.store(if is_pending { now_ms().max(1) } else { 0 }, Ordering::Relaxed);
     }
 
     /// Whether the pool has not answered for so long that requests do not wait for it.
-    pub fn is_stuck(&self) -> bool {
-        let since_ms = self.asked_since_ms.load(Ordering::Relaxed);
+    pub fn is_unresponsive(&self) -> bool {
+        let since_ms = self.pending_since_ms.load(Ordering::Relaxed);
         since_ms != 0 && now_ms().saturating_sub(since_ms) > self.wait_ms.load(Ordering::Relaxed)
     }
 
     /// Says whether runs can be copied to the pool.
-    pub fn set_open(&self, is_open: bool) {
-        self.is_open.store(is_open, Ordering::Relaxed);
+    pub fn set_accepts_runs(&self, accepts_runs: bool) {
+        self.accepts_runs.store(accepts_runs, Ordering::Relaxed);
     }
 
     /// Says that so much as could be was copied.
-    pub fn set_copied(&self) {
+    pub fn clear_short(&self) {
         self.short_since_ms.store(0, Ordering::Relaxed);
     }
 

@@ -21,7 +21,7 @@ const SEQUENCE_STEP: u64 = 64;
 /// The first sequence. Runs that come from other servers have sequences before it.
 const SEQUENCE_FIRST: u64 = 1 << 40;
 /// Items are on probation in one part of the memory in so many.
-const PROBATION_PARTS: u64 = 10;
+const PROBATION_DIVISOR: u64 = 10;
 
 /// Counts of removed items.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -51,9 +51,9 @@ impl Removed {
 
 /// Numbers of partitions in which something is to be done, each at most once.
 #[derive(Debug, Default)]
-pub(super) struct Noted(Mutex<BTreeSet<usize>>);
+pub(super) struct PendingPartitions(Mutex<BTreeSet<usize>>);
 
-impl Noted {
+impl PendingPartitions {
     pub(super) fn note(&self, number: usize) {
         self.0.lock().insert(number);
     }
@@ -109,9 +109,9 @@ pub struct Shared {
     /// What is asked of the pool.
     pub(super) pool: PoolQueue,
     /// Partitions that have retired runs.
-    pub(super) retired_in: Noted,
+    pub(super) retired_in: PendingPartitions,
     /// Partitions that have runs to be cleaned.
-    pub(super) cleanable_in: Noted,
+    pub(super) cleanable_in: PendingPartitions,
     /// How long ago the items of the run that was evicted last were stored.
     pub(super) evicted_age_s: AtomicU64,
     pub(super) evicted: AtomicU64,
@@ -134,8 +134,8 @@ impl Shared {
             cas_step: options.partitions as u64,
             sequence: AtomicU64::new(SEQUENCE_FIRST),
             pool: PoolQueue::default(),
-            retired_in: Noted::default(),
-            cleanable_in: Noted::default(),
+            retired_in: PendingPartitions::default(),
+            cleanable_in: PendingPartitions::default(),
             evicted_age_s: AtomicU64::new(0),
             evicted: AtomicU64::new(0),
             evicted_unfetched: AtomicU64::new(0),
@@ -170,7 +170,7 @@ impl Shared {
     /// The queue of which a run is evicted next.
     pub(super) fn queue_to_evict(&self) -> Queue {
         let probation = self.queue_bytes[Queue::Probation as usize].load(Ordering::Relaxed);
-        if probation > self.budget.limit() / PROBATION_PARTS { Queue::Probation } else { Queue::Main }
+        if probation > self.budget.limit() / PROBATION_DIVISOR { Queue::Probation } else { Queue::Main }
     }
 
     pub(super) fn note_evicted_age(&self, age_s: u32) {

@@ -61,7 +61,7 @@ impl Slot {
     /// Whether the key of this item may have this hash.
     #[inline]
     #[must_use]
-    pub fn may_be(self, hash: u64) -> bool {
+    pub fn matches_hash(self, hash: u64) -> bool {
         self.0 >> TAG_SHIFT & TAG_MASK == tag(hash) && !self.is_empty()
     }
 
@@ -150,7 +150,7 @@ mod tests {
         for (run, offset) in [(1, 0), (1, 65535), ((1 << 21) - 1, 1234)] {
             let location = Location { run, offset };
             let slot = Slot::new(hash, location, 1);
-            assert!(slot.may_be(hash) && !slot.may_be(hash ^ 1 << TAG_LOW_BIT));
+            assert!(slot.matches_hash(hash) && !slot.matches_hash(hash ^ 1 << TAG_LOW_BIT));
             assert_eq!((slot.location(), slot.reads()), (location, 1));
             let read = slot.with_read();
             assert_eq!((read.reads(), read.is_fetched(), slot.is_fetched()), (2, true, false));
@@ -159,6 +159,6 @@ mod tests {
             let known = ((1 << BUCKET_BITS_MAX) - 1) & !((1 << TAG_LOW_BIT) - 1);
             assert_eq!(slot.hash_bits(), hash & known);
         }
-        assert!(!Slot::EMPTY.may_be(0));
+        assert!(!Slot::EMPTY.matches_hash(0));
     }
 }

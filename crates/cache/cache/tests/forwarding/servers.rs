@@ -20,7 +20,7 @@ use aquifer_tests_support::eventually::eventually;
 pub const PARTITIONS: usize = 16;
 
 /// Longest time for anything that must happen.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Connects servers of this process by socket pairs.
 #[derive(Debug, Default)]
@@ -94,7 +94,7 @@ pub struct Servers(pub Vec<Server>, pub Arc<Network>);
 
 impl Servers {
     pub fn start(count: usize) -> Self {
-        Self::start_with(count, PATIENCE)
+        Self::start_with(count, TEST_TIMEOUT)
     }
 
     pub fn start_with(count: usize, partition_timeout: Duration) -> Self {
@@ -160,7 +160,7 @@ fn options(listener: Listener, connector: Arc<Node>, partition_timeout: Duration
         shutdown_is_enabled: false,
         verbosity: 0,
         pool: None,
-        pool_wait: PATIENCE,
+        pool_wait: TEST_TIMEOUT,
         partition_timeout,
         connector: Some(connector),
         version: "test",
@@ -172,7 +172,7 @@ pub struct Client(pub BufReader<TcpStream>);
 impl Client {
     pub fn connect(address: SocketAddr) -> Self {
         let stream = TcpStream::connect(address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
         Self(BufReader::new(stream))
     }
 

@@ -73,7 +73,7 @@ fn play() {
                         assert_eq!(found.slot.location(), location(item));
                         index.count_read(found);
                     }
-                    Search::Unsettled => {}
+                    Search::Inconclusive => {}
                     Search::Missing => panic!("item {item} is missing"),
                 }
                 assert!(!matches!(index.search(hash(90), |found| found == location(90)), Search::Found(_)));

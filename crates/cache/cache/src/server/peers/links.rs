@@ -76,10 +76,10 @@ struct Link {
     flights: BTreeMap<u64, Flight>,
     clock: PeerClock,
     /// When bytes of the server have arrived last.
-    heard: Option<Instant>,
+    last_received: Option<Instant>,
     /// The last attempt to connect has failed, or a frame has expired and no bytes have arrived
     /// since.
-    is_silent: bool,
+    is_unresponsive: bool,
     waits_to_send: bool,
 }
 
@@ -114,7 +114,7 @@ impl Link {
 
     /// Gives the connection up. Calls `end` for all frames.
     fn lose(&mut self, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
-        let link = mem::replace(self, Self { is_silent: true, ..Self::default() });
+        let link = mem::replace(self, Self { is_unresponsive: true, ..Self::default() });
         for (number, flight) in link.flights {
             let is_queued = link.queued.iter().any(|frame| frame.forwarded.number == number);
             end(number, flight.waiter, if is_queued { FrameEnd::NotSent } else { FrameEnd::Lost });
@@ -147,11 +147,11 @@ impl Link {
 
     /// Ends the frames whose time is over, unless the server is sending.
     fn expire(&mut self, now: Instant, timeout: Duration, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
-        if self.heard.is_some_and(|heard| now < heard + timeout) {
+        if self.last_received.is_some_and(|last_received| now < last_received + timeout) {
             return;
         }
         let is_over = |flight: &Flight| now >= flight.ends;
-        self.is_silent |= self.flights.values().any(is_over);
+        self.is_unresponsive |= self.flights.values().any(is_over);
         self.queued.retain(|frame| now < frame.forwarded.ends);
         self.flights.retain(|number, flight| {
             if is_over(flight) {
@@ -169,8 +169,8 @@ impl Links {
     }
 
     /// Whether a server does not answer, as far as is known.
-    pub fn is_silent(&self, server: u16) -> bool {
-        self.links.get(&server).is_some_and(|link| link.is_silent)
+    pub fn is_unresponsive(&self, server: u16) -> bool {
+        self.links.get(&server).is_some_and(|link| link.is_unresponsive)
     }
 
     /// Queues a frame, which is sent at the end of the turn. Its time is over at `end` if it is
@@ -194,7 +194,7 @@ impl Links {
         let mut bytes = Vec::new();
         frame::push_frame(&mut bytes, self.next_number, waits, entries);
         // A silent server takes no bytes, so that no sending time is to be added.
-        let queued = if link.is_silent { 0 } else { link.outgoing() };
+        let queued = if link.is_unresponsive { 0 } else { link.outgoing() };
         let sending_ms = ((queued + bytes.len()) / BYTES_PER_MS) as u64;
         let ends = end + Duration::from_millis(sending_ms);
         let forwarded = Forwarded { number: self.next_number, ends };
@@ -209,7 +209,7 @@ impl Links {
         let Some(link) = self.links.get_mut(&server) else { return ends };
         match socket {
             Some(socket) if link.stream.is_none() => {
-                (link.connects, link.is_silent) = (false, false);
+                (link.connects, link.is_unresponsive) = (false, false);
                 link.stream = Some(socket.into_stream());
             }
             // Another one was made meanwhile.
@@ -239,7 +239,7 @@ impl Links {
         let received = stream.receive(&mut link.input);
         let is_ended = stream.is_ended;
         if received > 0 {
-            (link.heard, link.is_silent) = (Some(now), false);
+            (link.last_received, link.is_unresponsive) = (Some(now), false);
         }
         if !link.read_answers(now, &mut end) || is_ended {
             link.lose(end);

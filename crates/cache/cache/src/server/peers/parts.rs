@@ -88,15 +88,15 @@ impl Parts {
     }
 
     /// Ends the parts that are not done without their servers.
-    pub fn give_up(&mut self) {
+    pub fn end_pending(&mut self) {
         for end in &mut self.ends {
             end.get_or_insert(PartEnd::Unserved);
         }
     }
 
     /// Does what can be done here, and has other servers do the rest until `end`. Parts that would
-    /// wait for a partition end if `at_once`.
-    pub fn dispatch(&mut self, turn: &mut ConnectionTurn<'_, '_>, end: Instant, at_once: bool) {
+    /// wait for a partition end if `fail_fast`.
+    pub fn dispatch(&mut self, turn: &mut ConnectionTurn<'_, '_>, end: Instant, fail_fast: bool) {
         self.moved.drain(..).for_each(|(partition, place)| turn.context.learn(partition, place));
         let unavailable = std::mem::take(&mut self.unavailable);
         let mut groups: Vec<(u16, Vec<usize>)> = Vec::new();
@@ -107,15 +107,15 @@ impl Parts {
             let would_wait = match turn.context.access.presence(self.scatter.entries[at].partition) {
                 Presence::Here => !self.execute(at, turn.context),
                 Presence::Elsewhere(place) => {
-                    let would_wait = unavailable.contains(&at) || turn.links.is_silent(place.server);
-                    if !(at_once && would_wait) {
+                    let would_wait = unavailable.contains(&at) || turn.links.is_unresponsive(place.server);
+                    if !(fail_fast && would_wait) {
                         add_to_group(&mut groups, place.server, at);
                     }
                     would_wait
                 }
                 Presence::Leaving | Presence::Unknown => true,
             };
-            if at_once && would_wait {
+            if fail_fast && would_wait {
                 self.ends[at] = Some(PartEnd::Unserved);
             }
         }
@@ -124,7 +124,7 @@ impl Parts {
                 .iter()
                 .map(|at| (self.scatter.entries[*at].partition, self.scatter.entries[*at].task()))
                 .collect();
-            if let Some(sent) = turn.links.forward(server, turn.waiter, &entries, end, !at_once) {
+            if let Some(sent) = turn.links.forward(server, turn.waiter, &entries, end, !fail_fast) {
                 self.frames.push(PartsFrame { number: sent.number, ends: sent.ends, parts });
             }
         }

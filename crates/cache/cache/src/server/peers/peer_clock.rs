@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// The clocks of two machines differ in their rate by less than one tenth: a clock that was wrong
 /// is set right at up to such a rate. The leases of servers have the same margin.
-const DRIFT_PARTS: u32 = 10;
+const DRIFT_DIVISOR: u32 = 10;
 
 /// An estimate of the clock of another server.
 #[derive(Clone, Copy, Default, Debug)]
@@ -50,7 +50,7 @@ impl PeerClock {
 
 /// The time that passes at the other server at least, while this time passes here.
 fn at_least(passed: Duration) -> Duration {
-    passed - passed / DRIFT_PARTS
+    passed - passed / DRIFT_DIVISOR
 }
 
 fn us(duration: Duration) -> u64 {
@@ -88,7 +88,7 @@ mod tests {
                     assert!(clock.serve_until(end, now) <= true_us(end));
                     // The best answer counts, less what the clocks may have drifted.
                     let lost_us = true_us(end) - clock.serve_until(end, now);
-                    assert!(lost_us <= us(30 * MS + age_ms * MS / DRIFT_PARTS), "{lost_us} at {at_ms}");
+                    assert!(lost_us <= us(30 * MS + age_ms * MS / DRIFT_DIVISOR), "{lost_us} at {at_ms}");
                 }
             }
         }

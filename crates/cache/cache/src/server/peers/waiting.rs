@@ -24,10 +24,12 @@ use crate::store::presence::Presence;
 /// Bytes of requests after which no more are added to a frame.
 const FRAME_BYTES: usize = 64 << 10;
 const NO_SERVER: &str = "no server has the partition of this key at present; try again later";
-const LOST: &str = "the server of this key was lost; whether the command has taken effect is not known";
-const SILENT: &str =
+const SERVER_LOST: &str =
+    "the server of this key was lost; whether the command has taken effect is not known";
+const NO_ANSWER: &str =
     "the server of this key does not answer; whether the command has taken effect is not known";
-const PARTLY: &str = "not all servers answer at present; whether the command has taken effect is not known";
+const PARTLY_SERVED: &str =
+    "not all servers answer at present; whether the command has taken effect is not known";
 /// The reply to a part of a `get` that was not served.
 const MISS: &[u8] = b"END\r\n";
 
@@ -37,14 +39,14 @@ pub enum Waiting {
     /// A server that has the partition. The request is looked at again.
     Parked,
     /// The answer to requests that were forwarded.
-    Run(Run),
+    Group(RequestGroup),
     /// The parts of a request that was divided.
     Scatter(Box<Parts>),
 }
 
 /// Requests that were forwarded in one frame.
 #[derive(Debug)]
-pub struct Run {
+pub struct RequestGroup {
     /// The number of the frame.
     frame: u64,
     /// When the time of the frame is over.
@@ -68,7 +70,7 @@ pub enum Resumed {
 
 /// How a connection reaches other servers during a turn.
 #[derive(Debug)]
-pub struct Reach<'l> {
+pub struct PeerAccess<'l> {
     /// The links of the worker.
     pub links: &'l mut Links,
     /// The connection.
@@ -77,7 +79,7 @@ pub struct Reach<'l> {
     pub now: Instant,
 }
 
-impl Reach<'_> {
+impl PeerAccess<'_> {
     /// The turn of the connection for the requests from `input` on.
     pub fn turn<'t, 'p>(
         &'t mut self,
@@ -112,13 +114,13 @@ pub struct ConnectionTurn<'t, 'p> {
 
 /// The state of a connection that has to do with requests elsewhere.
 #[derive(Debug)]
-pub struct Elsewhere {
+pub struct ForwardingState {
     /// The thing that the connection waits for.
     pub waiting: Option<Waiting>,
     policy: WaitPolicy,
 }
 
-impl Elsewhere {
+impl ForwardingState {
     /// The state of a connection that waits for nothing. Its requests wait for a server of their
     /// partition until `timeout` is over.
     pub fn new(timeout: Duration) -> Self {
@@ -128,8 +130,8 @@ impl Elsewhere {
     /// Whether a frame with this number is awaited, and notes that it has ended.
     pub fn note_end(&mut self, number: u64, ended: FrameEnd) -> bool {
         match &mut self.waiting {
-            Some(Waiting::Run(run)) if run.frame == number => {
-                run.end = Some(ended);
+            Some(Waiting::Group(group)) if group.frame == number => {
+                group.end = Some(ended);
                 true
             }
             Some(Waiting::Scatter(parts)) => {
@@ -145,13 +147,13 @@ impl Elsewhere {
         match self.waiting.take() {
             None | Some(Waiting::Parked) => Resumed::Used(0),
             // The client has gone, with its requests.
-            Some(Waiting::Run(run)) if run.lens.iter().sum::<usize>() > turn.input.len() => {
+            Some(Waiting::Group(group)) if group.lens.iter().sum::<usize>() > turn.input.len() => {
                 Resumed::Used(turn.input.len())
             }
-            Some(Waiting::Run(mut run)) => match run.end.take() {
-                Some(end) => self.end_run(run, end, turn),
+            Some(Waiting::Group(mut group)) => match group.end.take() {
+                Some(end) => self.end_group(group, end, turn),
                 None => {
-                    self.waiting = Some(Waiting::Run(run));
+                    self.waiting = Some(Waiting::Group(group));
                     Resumed::Waits
                 }
             },
@@ -182,30 +184,36 @@ impl Elsewhere {
     }
 
     /// Goes on when the frame of forwarded requests has ended.
-    fn end_run(&mut self, run: Run, end: FrameEnd, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
+    fn end_group(
+        &mut self,
+        group: RequestGroup,
+        end: FrameEnd,
+        turn: &mut ConnectionTurn<'_, '_>,
+    ) -> Resumed {
         let (replies, end) = match end {
             FrameEnd::Answered(replies, end) => (replies, end),
             // The server may be gone: wait until another one has the partition.
             FrameEnd::NotSent => return self.park(turn.now),
             FrameEnd::Lost
-                if requests(turn.input, &run.lens).all(|one| is_repeatable(turn.session.protocol(), one)) =>
+                if requests(turn.input, &group.lens)
+                    .all(|one| is_repeatable(turn.session.protocol(), one)) =>
             {
                 return Resumed::Used(0);
             }
-            FrameEnd::Lost if turn.now < run.ends => {
-                self.waiting = Some(Waiting::Run(Run { end: Some(end), ..run }));
+            FrameEnd::Lost if turn.now < group.ends => {
+                self.waiting = Some(Waiting::Group(RequestGroup { end: Some(end), ..group }));
                 return Resumed::Waits;
             }
-            FrameEnd::Lost => return self.end_unserved(&run.lens, LOST, turn),
+            FrameEnd::Lost => return self.end_unserved(&group.lens, SERVER_LOST, turn),
             FrameEnd::Expired => {
-                return self.end_unserved(&run.lens, SILENT, turn);
+                return self.end_unserved(&group.lens, NO_ANSWER, turn);
             }
         };
         if let AnswerEnd::Moved(partition, place) = end {
             turn.context.learn(partition, place);
         }
-        replies.iter().take(run.lens.len()).for_each(|reply| turn.replies.push(reply));
-        let used: usize = run.lens.iter().take(replies.len()).sum();
+        replies.iter().take(group.lens.len()).for_each(|reply| turn.replies.push(reply));
+        let used: usize = group.lens.iter().take(replies.len()).sum();
         if used > 0 {
             self.policy.note_served();
             turn.session.skip();
@@ -213,7 +221,7 @@ impl Elsewhere {
         match end {
             AnswerEnd::Malformed => Resumed::Closes,
             AnswerEnd::Unavailable if used == 0 && self.policy.is_over(turn.now) => {
-                self.end_unserved(&run.lens[..1], NO_SERVER, turn)
+                self.end_unserved(&group.lens[..1], NO_SERVER, turn)
             }
             AnswerEnd::Unavailable if used == 0 => self.park(turn.now),
             _ => Resumed::Used(used),
@@ -249,19 +257,19 @@ impl Elsewhere {
             Presence::Elsewhere(place) => Some(place),
             Presence::Leaving | Presence::Unknown => None,
         };
-        let would_wait = place.is_none_or(|place| turn.links.is_silent(place.server));
-        let at_once = self.policy.ends_at_once(turn.now);
-        if self.policy.has_waited(turn.now) || at_once && would_wait {
+        let would_wait = place.is_none_or(|place| turn.links.is_unresponsive(place.server));
+        let fail_fast = self.policy.fails_fast(turn.now);
+        if self.policy.has_waited(turn.now) || fail_fast && would_wait {
             return self.end_unserved(&[len], NO_SERVER, turn);
         }
         let Some(place) = place else { return self.park(turn.now) };
         let end = self.policy.wait(turn.now);
         let (entries, lens) =
-            collect_run((partition, len), place.server, turn.input, turn.session.protocol(), turn.context);
-        match turn.links.forward(place.server, turn.waiter, &entries, end, !at_once) {
+            collect_group((partition, len), place.server, turn.input, turn.session.protocol(), turn.context);
+        match turn.links.forward(place.server, turn.waiter, &entries, end, !fail_fast) {
             Some(sent) => {
-                let run = Run { frame: sent.number, ends: sent.ends, lens, end: None };
-                self.waiting = Some(Waiting::Run(run));
+                let group = RequestGroup { frame: sent.number, ends: sent.ends, lens, end: None };
+                self.waiting = Some(Waiting::Group(group));
                 Resumed::Waits
             }
             None => self.park(turn.now),
@@ -278,10 +286,10 @@ impl Elsewhere {
             return Resumed::Closes;
         }
         if self.policy.has_waited(turn.now) {
-            parts.give_up();
+            parts.end_pending();
         } else {
-            let at_once = self.policy.ends_at_once(turn.now);
-            parts.dispatch(turn, self.policy.wait(turn.now), at_once);
+            let fail_fast = self.policy.fails_fast(turn.now);
+            parts.dispatch(turn, self.policy.wait(turn.now), fail_fast);
         }
         if !parts.is_done(turn.now) {
             self.waiting = Some(Waiting::Scatter(Box::new(parts)));
@@ -296,7 +304,7 @@ impl Elsewhere {
         if unserved > 0 && !parts.scatter.is_get() {
             turn.context.access.counters.partition_errors.add(1);
             let request = &turn.input[..parts.scatter.used().min(turn.input.len())];
-            let error = error_reply(turn.session.protocol(), request, PARTLY);
+            let error = error_reply(turn.session.protocol(), request, PARTLY_SERVED);
             return Resumed::Used(turn.session.fail(&parts.scatter, &error, turn.replies));
         }
         turn.context.access.counters.partition_misses.add(unserved);
@@ -305,11 +313,11 @@ impl Elsewhere {
 
     /// Whether the connection waits for something of which nothing is said when it comes: a
     /// partition, or the end of a time.
-    pub fn must_look_again(&self) -> bool {
+    pub fn must_retry(&self) -> bool {
         match &self.waiting {
             Some(Waiting::Parked) => true,
             Some(Waiting::Scatter(parts)) => !parts.is_awaiting(),
-            Some(Waiting::Run(run)) => run.end.is_some(),
+            Some(Waiting::Group(group)) => group.end.is_some(),
             None => false,
         }
     }
@@ -326,7 +334,7 @@ fn requests<'i>(input: &'i [u8], lens: &[usize]) -> impl Iterator<Item = &'i [u8
 
 /// The request of `len` bytes at the start of the input, and usual ones after it that are for the
 /// same server; and their lengths.
-fn collect_run<'i>(
+fn collect_group<'i>(
     (partition, len): (usize, usize),
     server: u16,
     input: &'i [u8],

@@ -10,7 +10,7 @@ use super::{Log, RetiredUse};
 /// An item of a run in the pool: the hash of its key, as far as the index looks at it, and where it
 /// is in the run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Kept {
+pub struct RemoteItem {
     /// The lower half of the hash.
     pub hash: u32,
     /// The offset in the run.
@@ -18,7 +18,7 @@ pub struct Kept {
 }
 
 /// Bytes of the budget for each item in the pool.
-const KEPT_BYTES: usize = std::mem::size_of::<Kept>();
+const REMOTE_ITEM_BYTES: usize = std::mem::size_of::<RemoteItem>();
 
 /// A run in the pool.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ struct RemoteRun {
     /// Where the pool has it.
     place: u64,
     /// Its items when it left.
-    kept: Box<[Kept]>,
+    kept: Box<[RemoteItem]>,
     /// How many of these the index still points to.
     items: usize,
     /// Its place in the order in which runs were opened.
@@ -45,7 +45,7 @@ pub struct OverflowRuns {
 
 impl Log {
     /// Whether a run's items are in the pool, or were.
-    pub fn is_away(&self, run: u32) -> bool {
+    pub fn is_remote(&self, run: u32) -> bool {
         !self.overflow.remote.is_empty() && self.overflow.remote.contains_key(&run)
     }
 
@@ -83,7 +83,7 @@ impl Log {
 
     /// The items of a run are in the pool from now on, at this place. `items` of those that were
     /// kept are in the index.
-    pub fn leave(&mut self, shared: &Shared, run: u32, place: u64, kept: Box<[Kept]>, items: usize) {
+    pub fn leave(&mut self, shared: &Shared, run: u32, place: u64, kept: Box<[RemoteItem]>, items: usize) {
         let entry = self.entry(run);
         let (live, fill, charged) = (entry.live(), entry.fill(), entry.charged());
         let (sequence, runs, queue) = (entry.sequence(), entry.runs(), entry.queue());
@@ -92,7 +92,7 @@ impl Log {
         self.overflow.leaving.remove(&run);
         shared.free_queue(queue, charged);
         shared.budget.retire(charged as u64);
-        shared.budget.charge_always((kept.len() * KEPT_BYTES) as u64);
+        shared.budget.charge_always((kept.len() * REMOTE_ITEM_BYTES) as u64);
         shared.pool.items.fetch_add(kept.len() as u64, Ordering::Relaxed);
         self.live_bytes -= live as u64;
         self.filled_bytes -= fill as u64;
@@ -110,19 +110,19 @@ impl Log {
 
     /// Notes that a slot no longer points to an item of a run in the pool. The run is free when
     /// that was the last one.
-    pub fn release_away(&mut self, shared: &Shared, run: u32) {
+    pub fn release_remote(&mut self, shared: &Shared, run: u32) {
         let Some(remote) = self.overflow.remote.get_mut(&run) else { return };
         remote.items = remote.items.saturating_sub(1);
         if remote.items == 0 {
-            self.forget_away(shared, run);
+            self.free_remote(shared, run);
         }
     }
 
     /// Frees a run to whose items no slot points any more.
-    pub fn forget_away(&mut self, shared: &Shared, run: u32) {
+    pub fn free_remote(&mut self, shared: &Shared, run: u32) {
         let Some(remote) = self.overflow.remote.remove(&run) else { return };
         self.overflow.order.remove(&(remote.sequence, run));
-        free_kept(shared, &remote.kept);
+        free_remote_items(shared, &remote.kept);
         shared.pool.free(remote.place);
         let entry = self.entry(run);
         let runs = entry.runs();
@@ -132,36 +132,36 @@ impl Log {
     }
 
     /// The run in the pool that was opened first, and its place in that order.
-    pub fn oldest_away(&self) -> Option<(u64, u32)> {
+    pub fn oldest_remote(&self) -> Option<(u64, u32)> {
         self.overflow.order.first().copied()
     }
 
     /// A run in the pool whose items are gone or have expired, and which slots still point to.
-    pub fn useless_away(&self, now_s: u32) -> Option<u32> {
-        let is_useless = |run: &&u32| {
+    pub fn unreadable_remote(&self, now_s: u32) -> Option<u32> {
+        let is_unreadable = |run: &&u32| {
             let entry = self.entry(**run);
             entry.state() == RunState::Lost || entry.class() != 0 && entry.times().1 <= now_s
         };
-        self.overflow.remote.keys().find(is_useless).copied()
+        self.overflow.remote.keys().find(is_unreadable).copied()
     }
 
     /// Runs in the pool.
-    pub fn away(&self) -> Vec<u32> {
+    pub fn remote_runs(&self) -> Vec<u32> {
         self.overflow.remote.keys().copied().collect()
     }
 
     /// Items in the pool.
-    pub fn items_away(&self) -> u64 {
+    pub fn items_in_pool(&self) -> u64 {
         self.overflow.remote.values().map(|remote| remote.items as u64).sum()
     }
 
     /// The items that a run had when it left.
-    pub fn kept_of(&self, run: u32) -> Box<[Kept]> {
+    pub fn remote_items(&self, run: u32) -> Box<[RemoteItem]> {
         self.overflow.remote.get(&run).map_or(Box::default(), |remote| remote.kept.clone())
     }
 
     /// Notes that the items of a run in the pool are gone.
-    pub fn lose_away(&mut self, run: u32) {
+    pub fn lose_remote(&mut self, run: u32) {
         if self.overflow.remote.contains_key(&run) {
             self.entry(run).set_state(RunState::Lost);
         }
@@ -194,7 +194,7 @@ impl Log {
     pub(super) fn release_overflow(&mut self, shared: &Shared) {
         self.overflow.order.clear();
         for remote in std::mem::take(&mut self.overflow.remote).into_values() {
-            free_kept(shared, &remote.kept);
+            free_remote_items(shared, &remote.kept);
             shared.pool.free(remote.place);
         }
         for (run, serial) in self.overflow.leaving.clone() {
@@ -208,7 +208,7 @@ impl Log {
     }
 }
 
-fn free_kept(shared: &Shared, kept: &[Kept]) {
-    shared.budget.free((kept.len() * KEPT_BYTES) as u64);
+fn free_remote_items(shared: &Shared, kept: &[RemoteItem]) {
+    shared.budget.free((kept.len() * REMOTE_ITEM_BYTES) as u64);
     shared.pool.items.fetch_sub(kept.len() as u64, Ordering::Relaxed);
 }

@@ -23,7 +23,7 @@ impl Partition {
     /// If `keeps_pages`, the memory stays with this partition.
     pub fn evict(&self, shared: &Shared, queue: Queue, now_s: u32, keeps_pages: bool) -> bool {
         let Some(mut inner) = self.lock_here() else { return false };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         inner.log.collect(shared);
         let Some(run) = inner.log.pop_oldest(shared, queue) else {
             // What was published was that of a run which is gone since.
@@ -65,7 +65,7 @@ impl Partition {
     /// its place. Returns whether there was one.
     pub fn clean(&self, shared: &Shared, now_s: u32, keeps_pages: bool) -> bool {
         let Some(mut inner) = self.lock_here() else { return false };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         let Some((queue, sequence, run)) = inner.log.pop_cleanable(shared) else { return false };
         let target = Target::Cleaned(queue, sequence);
         self.move_items(shared, &mut inner, run, now_s, |found, _| Some((target, found.slot)));
@@ -177,7 +177,7 @@ impl Partition {
     /// freed.
     pub fn expire(&self, shared: &Shared, now_s: u32, runs_max: usize) {
         let Some(mut inner) = self.lock_here() else { return };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         inner.log.collect(shared);
         inner.log.seal_old(shared, now_s);
         for _ in 0..runs_max {
@@ -185,8 +185,8 @@ impl Partition {
                 self.evict_run(shared, &mut inner, run, now_s, false);
                 continue;
             }
-            if let Some(run) = inner.log.useless_away(now_s) {
-                self.drop_away(shared, &mut inner, run);
+            if let Some(run) = inner.log.unreadable_remote(now_s) {
+                self.drop_remote(shared, &mut inner, run);
                 continue;
             }
             let flushed = Queue::ALL.into_iter().find(|queue| {

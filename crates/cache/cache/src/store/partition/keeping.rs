@@ -20,9 +20,9 @@ impl Partition {
         let mut inner = self.log.lock();
         // Nothing is evicted, cleaned or freed from now on.
         self.begin_leaving();
-        self.drop_all_away(shared, &mut inner);
+        self.drop_all_remote(shared, &mut inner);
         inner.log.complete(shared);
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         let completed = Completed { cas: inner.log.cas, items: inner.items, now_s, unix_s };
         completed.write(&self.memory, identity);
     }
@@ -105,7 +105,7 @@ impl Partition {
         let Completed { now_s: second, unix_s: then_s, .. } = completed;
         // The time in between has passed for items, too, unless the system's clock was set back.
         let second = i64::from(second).saturating_add(unix_s.saturating_sub(then_s).max(0));
-        partition.shift.set(i32::try_from(second - i64::from(now_s)).unwrap_or(i32::MAX));
+        partition.clock_offset.set(i32::try_from(second - i64::from(now_s)).unwrap_or(i32::MAX));
         Ok(partition)
     }
 

@@ -7,7 +7,7 @@ impl Partition {
     /// Calls `visit` for each item that can be read.
     pub fn for_each(&self, now_s: u32, mut visit: impl FnMut(&Item<'_>)) {
         let Some(_lock) = self.lock_here() else { return };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         self.index.for_each(|found| {
             if let Ok(item) = self.usable(found, now_s) {
                 visit(&self.for_server(item));
@@ -25,11 +25,11 @@ impl Partition {
         mut visit: impl FnMut(&Item<'_>, u32),
     ) -> Option<u64> {
         let _lock = self.lock_here()?;
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         self.index.for_each_of_bucket(bucket, |found| {
             if let Ok(item) = self.usable(found, now_s) {
                 let opened_s = self.entry(found.slot.location().run).times().0;
-                visit(&self.for_server(item), self.shift.to_server(opened_s));
+                visit(&self.for_server(item), self.clock_offset.to_server(opened_s));
             }
         })
     }

@@ -104,14 +104,14 @@ impl Partition {
     pub(in super::super) fn depart(&self, shared: &Shared, now_s: u32) -> Departure {
         let mut inner = self.log.lock();
         // What the pool has is this server's.
-        self.drop_all_away(shared, &mut inner);
+        self.drop_all_remote(shared, &mut inner);
         inner.log.seal_all(shared);
         let flush_s = self.flush_s.load(Ordering::Relaxed);
         Departure {
             cas: inner.log.cas,
             items: inner.items,
             sequence_end: shared.sequence.load(Ordering::Relaxed),
-            second: self.shift.to_partition(now_s),
+            second: self.clock_offset.to_partition(now_s),
             flush_in_s: (flush_s != 0).then(|| flush_s.saturating_sub(now_s)),
             runs_end: inner.log.runs_end(),
             index: self.index.state(),
@@ -144,7 +144,7 @@ impl Partition {
             index_charged: 0,
         };
         self.begin_leaving();
-        self.shift.set(0);
+        self.clock_offset.set(0);
         self.flush_s.store(0, Ordering::Relaxed);
         let cleared = self.memory.clear();
         self.index.restore(IndexState::EMPTY);
@@ -180,7 +180,7 @@ impl Partition {
         inner.items = departure.items;
         self.charge_index(shared, &mut inner);
         let ahead = i64::from(departure.second) - i64::from(now_s);
-        self.shift.set(i32::try_from(ahead).map_err(|_| Damaged)?);
+        self.clock_offset.set(i32::try_from(ahead).map_err(|_| Damaged)?);
         let flush_s = departure.flush_in_s.map_or(0, |left_s| now_s.saturating_add(left_s));
         self.flush_s.store(flush_s, Ordering::Relaxed);
         Ok(())

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 /// By how many seconds a partition is ahead of the clock of its server.
 #[derive(Debug, Default)]
-pub(super) struct Shift(AtomicI32);
+pub(super) struct ClockOffset(AtomicI32);
 
-impl Shift {
+impl ClockOffset {
     pub(super) fn set(&self, seconds: i32) {
         self.0.store(seconds, Ordering::Release);
     }
@@ -39,12 +39,12 @@ mod tests {
 
     #[test]
     fn seconds_are_shifted_and_none_remains_none() {
-        let shift = Shift::default();
-        assert_eq!((shift.to_partition(7), shift.to_server(7)), (7, 7));
-        shift.set(-5);
-        assert_eq!((shift.to_partition(7), shift.to_server(2), shift.to_partition(3)), (2, 7, 1));
-        assert_eq!((shift.to_partition(0), shift.to_server(0)), (0, 0));
-        shift.set(i32::MAX);
-        assert_eq!(shift.to_partition(u32::MAX), u32::MAX);
+        let offset = ClockOffset::default();
+        assert_eq!((offset.to_partition(7), offset.to_server(7)), (7, 7));
+        offset.set(-5);
+        assert_eq!((offset.to_partition(7), offset.to_server(2), offset.to_partition(3)), (2, 7, 1));
+        assert_eq!((offset.to_partition(0), offset.to_server(0)), (0, 0));
+        offset.set(i32::MAX);
+        assert_eq!(offset.to_partition(u32::MAX), u32::MAX);
     }
 }
