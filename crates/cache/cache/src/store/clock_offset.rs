@@ -1,9 +1,9 @@
-//! The seconds of a partition. They go on when it moves to a server whose clock started at another
-//! time.
+//! The seconds of a partition, which continue when the partition moves to a server whose clock
+//! started at another time.
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// By how many seconds a partition is ahead of the clock of its server.
+/// The seconds by which a partition is ahead of the clock of its server.
 #[derive(Debug, Default)]
 pub(super) struct ClockOffset(AtomicI32);
 
@@ -12,13 +12,13 @@ impl ClockOffset {
         self.0.store(seconds, Ordering::Release);
     }
 
-    /// A second of the server's clock as one of the partition. 0 means none and remains.
+    /// Converts a second of the server's clock to one of the partition. 0 means none and stays 0.
     #[inline]
     pub(super) fn to_partition(&self, second: u32) -> u32 {
         shifted(second, i64::from(self.0.load(Ordering::Relaxed)))
     }
 
-    /// A second of the partition as one of the server's clock. 0 means none and remains.
+    /// Converts a second of the partition to one of the server's clock. 0 means none and stays 0.
     #[inline]
     pub(super) fn to_server(&self, second: u32) -> u32 {
         shifted(second, -i64::from(self.0.load(Ordering::Relaxed)))
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seconds_are_shifted_and_none_remains_none() {
+    fn seconds_are_converted_and_0_stays_0() {
         let offset = ClockOffset::default();
         assert_eq!((offset.to_partition(7), offset.to_server(7)), (7, 7));
         offset.set(-5);

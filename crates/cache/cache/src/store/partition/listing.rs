@@ -16,8 +16,8 @@ impl Partition {
     }
 
     /// Calls `visit` for each item of a bucket of the index that can be read, with the second in
-    /// which its run was begun. Returns the next bucket; `None` after the last one, or if the
-    /// partition is not here.
+    /// which the item's run was opened. Returns the next bucket; `None` after the last one, or if
+    /// the partition is not on this server.
     pub fn for_each_of_bucket(
         &self,
         bucket: u64,
