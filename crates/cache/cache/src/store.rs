@@ -150,7 +150,7 @@ impl Store {
         };
         let first = map(0)?;
         if let Some(version) = completed::other_version(&first) {
-            tracing::warn!(version, "the file has items of another version of the format: it is emptied");
+            tracing::warn!(version, "the memory file has another format version; its items are dropped");
         }
         let secret = completed::hash_secret(&first);
         let hasher = secret.map_or(options.hasher, |secret| options.hasher.with_secret(secret));

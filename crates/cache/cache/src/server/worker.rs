@@ -25,15 +25,17 @@ use crate::commands::lookahead::{self, Hashes, KEYS_AHEAD};
 use crate::commands::{Context, Replies, Service};
 use crate::operations::Access;
 
-/// Events that are taken at a time.
+/// Most events that one wait returns.
 const EVENTS_MAX: usize = 256;
-/// Free buffers that a thread keeps, of each kind.
+/// Most free buffers of each kind that a thread keeps.
 const BUFFERS_MAX: usize = 64;
-/// A buffer for replies that has grown beyond this is not kept.
+/// Largest capacity in bytes of a reply buffer that is kept.
 const REPLY_BUFFER_MAX: usize = 64 << 10;
-/// After so long a request is looked at again that waits for a partition, if nothing is said.
-const PARKED_RETRY_TIMESPEC: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Interval at which waiting requests are retried, if no wake-up arrives before.
 const PARKED_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+/// [`PARKED_RETRY_INTERVAL`] as the timeout of an epoll wait.
+const PARKED_RETRY_TIMESPEC: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// The timeout of an epoll wait that returns at once.
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// Serves connections.
@@ -48,21 +50,21 @@ pub struct Worker {
     free: Vec<usize>,
     peers: Vec<Option<PeerConnection>>,
     links: Links,
-    /// Connections to be served in the next turn.
+    /// Connections that are served in the next turn.
     ready: Vec<usize>,
     ready_peers: Vec<usize>,
-    /// Connections that look again at where a partition is.
+    /// Connections that are retried at [`PARKED_RETRY_INTERVAL`].
     parked: Vec<usize>,
     next_serial: u64,
     input_buffers: Vec<Vec<u8>>,
     reply_buffers: Vec<Vec<u8>>,
     idle_checked_s: u32,
     last_retry: Instant,
-    /// When the current turn has begun.
+    /// The time at which the current turn has begun.
     now: Instant,
 }
 
-/// A connection in a turn: how much of its input was used.
+/// A connection that was served in a turn, with the number of used input bytes.
 struct Served<'p> {
     number: usize,
     used: usize,
@@ -113,7 +115,7 @@ impl Worker {
             match epoll::wait(&self.epoll, spare_capacity(&mut events), self.timeout().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!(%error, "cannot wait for requests");
+                    tracing::error!(%error, thread = self.thread, "epoll failed: the worker ends");
                     return;
                 }
             }
@@ -145,7 +147,8 @@ impl Worker {
         counters.get_hits.get() - counters.fetched_hits.get()
     }
 
-    /// Whether requests wait for a partition, for room, or for the answer of another server.
+    /// Whether requests wait for a partition, for an item of the pool, for room, or for the answer
+    /// of another server.
     fn has_waiting(&self) -> bool {
         !self.parked.is_empty()
             || self.links.has_flights()
@@ -190,7 +193,7 @@ impl Worker {
         self.end_frames(ends);
     }
 
-    /// Has the connections go on whose frames have ended.
+    /// Makes the connections ready whose frames have ended.
     fn end_frames(&mut self, ends: Vec<(u64, Waiter, FrameEnd)>) {
         for (frame, waiter, end) in ends {
             let connection = self.connections.get_mut(waiter.number).and_then(Option::as_mut);
@@ -235,8 +238,8 @@ impl Worker {
         self.retry_waiting();
     }
 
-    /// Looks again at where the partitions are for which requests wait, and ends frames whose time
-    /// is over.
+    /// Makes connections and peers with waiting requests ready, and ends frames whose time has
+    /// passed.
     fn retry_waiting(&mut self) {
         self.last_retry = self.now;
         let mut ends = Vec::new();
@@ -260,7 +263,7 @@ impl Worker {
         let number = self.free.pop().unwrap_or(self.connections.len());
         let data = Source::Client(number).data();
         if let Err(error) = epoll::add(&self.epoll, &connection, data, epoll::EventFlags::IN) {
-            tracing::warn!(%error, "cannot serve a connection");
+            tracing::warn!(%error, "cannot add a client to epoll; closing its connection");
             self.common.connections.fetch_sub(1, Ordering::Relaxed);
             if number < self.connections.len() {
                 self.free.push(number);
@@ -285,7 +288,7 @@ impl Worker {
         });
         match epoll::add(&self.epoll, &peer, Source::Peer(number).data(), epoll::EventFlags::IN) {
             Ok(()) => self.peers[number] = Some(peer),
-            Err(error) => tracing::warn!(%error, "cannot serve another server"),
+            Err(error) => tracing::warn!(%error, "cannot add a peer to epoll; closing its connection"),
         }
     }
 
@@ -297,7 +300,7 @@ impl Worker {
                 epoll::add(&self.epoll, descriptor, Source::Link(server).data(), epoll::EventFlags::IN)
             && error != Errno::EXIST
         {
-            tracing::warn!(%error, server, "cannot wait for answers of a server");
+            tracing::warn!(%error, server, "cannot add the link of a server to epoll");
         }
     }
 
@@ -359,7 +362,7 @@ impl Worker {
             })
             .collect();
         let pin = common.store.pin(self.thread);
-        // Requests for partitions of this server are as for partitions that are about to leave.
+        // A fenced server treats its own partitions as if they were about to leave.
         let is_fenced = !common.connector.may_serve();
         if is_fenced {
             pin.serve_until(0);
@@ -398,8 +401,8 @@ impl Worker {
             }
             served.push(Served { number: *number, used, replies });
         }
-        // A turn may have lasted longer than the lease. One that began after the lease has served
-        // nothing of this server.
+        // The lease may have ended during the turn: then no reply is sent. A turn that began after
+        // the lease has served nothing of this server.
         let may_send = is_fenced || common.connector.may_serve();
         for Served { number, replies, .. } in &served {
             if let Some(connection) = &mut self.connections[*number]
@@ -426,7 +429,8 @@ impl Worker {
         }
     }
 
-    /// Serves other servers, and sends their replies. Returns how much of their inputs was used.
+    /// Serves other servers, and sends their replies. Returns the number of used bytes of each
+    /// input.
     fn serve_peers<'p>(
         &mut self,
         ready: &[usize],
@@ -481,7 +485,7 @@ impl Worker {
         if connection.waits_for != next {
             let before = mem::replace(&mut connection.waits_for, next);
             if let Err(error) = wait_for_client(&self.epoll, number, connection, before) {
-                tracing::warn!(%error, "cannot wait for a connection");
+                tracing::warn!(%error, "cannot change the epoll events of a client; closing its connection");
                 self.close(number);
                 return;
             }
@@ -515,7 +519,7 @@ impl Worker {
         if mem::replace(&mut peer.waits_to_send, waits_to_send) != waits_to_send {
             let flags = if waits_to_send { epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
             if let Err(error) = epoll::modify(&self.epoll, &*peer, Source::Peer(number).data(), flags) {
-                tracing::warn!(%error, "cannot wait for requests of a server; its connection is closed");
+                tracing::warn!(%error, "cannot change the epoll events of a peer; closing its connection");
                 self.peers[number] = None;
                 return;
             }
@@ -532,11 +536,12 @@ fn wait_for_link(epoll: &OwnedFd, server: u16, descriptor: BorrowedFd<'_>, inter
         Interest::Send => epoll::EventFlags::IN | epoll::EventFlags::OUT,
     };
     if let Err(error) = epoll::modify(epoll, descriptor, Source::Link(server).data(), flags) {
-        tracing::warn!(%error, server, ?interest, "cannot wait for a server");
+        tracing::warn!(%error, server, ?interest, "cannot change the epoll events of a link");
     }
 }
 
-/// Waits for what a connection needs; before, it waited for something else.
+/// Changes the epoll events of a connection, which waited for `before`, to those for which it waits
+/// now.
 fn wait_for_client(
     epoll: &OwnedFd,
     number: usize,
@@ -547,7 +552,7 @@ fn wait_for_client(
     let flags = match connection.waits_for {
         WaitsFor::Requests => epoll::EventFlags::IN,
         WaitsFor::Room => epoll::EventFlags::OUT,
-        // A closed socket has events even if none is waited for.
+        // A closed socket has events even if none is registered.
         WaitsFor::Nothing => return epoll::delete(epoll, connection),
     };
     if before == WaitsFor::Nothing {
@@ -557,8 +562,8 @@ fn wait_for_client(
     }
 }
 
-/// Loads the memory that the requests of the first connections need; returns of how many
-/// connections.
+/// Prefetches the memory that the requests of the first connections need; returns the number of
+/// those connections.
 fn look_ahead(inputs: &[Input], context: &Context<'_>) -> usize {
     let mut hashes = Hashes::new();
     let mut connections = 0;

@@ -1,20 +1,20 @@
-//! When a request ends that waits for a server of its partition.
+//! The policy by which requests that wait for a server of their partition end.
 
 use std::time::{Duration, Instant};
 
-/// The time for which no request of a connection waits after one has waited for the whole time.
+/// The time for which requests of a connection fail fast after one has waited for the timeout.
 pub const FAIL_FAST_TIME: Duration = Duration::from_secs(1);
 
-/// When the requests of a connection end that wait for a server of their partition.
+/// The policy by which the requests of a connection wait for a server of their partition.
 ///
-/// The first of them waits for the whole time. After that, requests which would wait end at once
-/// for [`FAIL_FAST_TIME`]: a pipeline for a lost partition does not wait once for each request.
+/// The first request waits for the timeout. After that, requests that would wait end at once for
+/// [`FAIL_FAST_TIME`]: a pipeline for a lost partition does not wait once for each request.
 #[derive(Clone, Copy, Debug)]
 pub struct WaitPolicy {
     timeout: Duration,
-    /// The time since which the next request waits, if it does.
+    /// The time since which the next request waits, if it waits.
     began: Option<Instant>,
-    /// The time until which no request waits.
+    /// The time until which requests that would wait end at once.
     fail_fast_until: Option<Instant>,
 }
 
@@ -24,8 +24,8 @@ impl WaitPolicy {
         Self { timeout, began: None, fail_fast_until: None }
     }
 
-    /// Returns the time until which the next request may wait. It waits since `now`, unless it did
-    /// before.
+    /// Returns the time until which the next request may wait. The wait begins `now`, unless it has
+    /// begun before.
     pub fn wait(&mut self, now: Instant) -> Instant {
         *self.began.get_or_insert(now) + self.timeout
     }
@@ -35,7 +35,7 @@ impl WaitPolicy {
         self.fail_fast_until.is_some_and(|until| now < until)
     }
 
-    /// Whether the next request has waited for the whole time.
+    /// Whether the next request has waited for the timeout.
     pub fn has_waited(&self, now: Instant) -> bool {
         self.began.is_some_and(|began| now >= began + self.timeout)
     }
@@ -45,13 +45,13 @@ impl WaitPolicy {
         self.fails_fast(now) || self.has_waited(now)
     }
 
-    /// Notes that the next request was served: the one after it has not waited.
+    /// Notes that the next request was served: the following one has not waited.
     #[inline]
     pub fn note_served(&mut self) {
         self.began = None;
     }
 
-    /// Notes that the next request has ended without its server.
+    /// Notes that the next request has ended without being served.
     pub fn note_ended(&mut self, now: Instant) {
         self.began = None;
         if !self.fails_fast(now) {
@@ -68,11 +68,11 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn a_request_waits_for_the_whole_time() {
+    fn a_request_waits_for_the_timeout() {
         let (start, mut policy) = (Instant::now(), WaitPolicy::new(TIMEOUT));
-        assert!(!policy.is_over(start), "it has not begun to wait");
+        assert!(!policy.is_over(start), "the request has not begun to wait");
         assert_eq!(policy.wait(start), start + TIMEOUT);
-        assert_eq!(policy.wait(start + 50 * MS), start + TIMEOUT, "it waits since before");
+        assert_eq!(policy.wait(start + 50 * MS), start + TIMEOUT, "the wait has begun before");
         assert!(!policy.is_over(start + 99 * MS) && policy.is_over(start + TIMEOUT));
         policy.note_served();
         assert!(!policy.is_over(start + TIMEOUT), "the next request has not waited");
@@ -87,7 +87,7 @@ mod tests {
         let end = start + TIMEOUT + FAIL_FAST_TIME;
         for now in [start + TIMEOUT, start + 2 * TIMEOUT, end - MS] {
             assert!(policy.fails_fast(now) && policy.is_over(now));
-            // Those that end at once, and those that are served, do not change when that ends.
+            // Requests that end at once, and requests that are served, do not change the end.
             policy.note_ended(now);
             policy.note_served();
         }

@@ -1,11 +1,12 @@
-//! The state of a client's connection whose request is for a partition that is not here.
+//! The state of a client's connection whose request is for a partition that is not on this server.
 //!
 //! A connection waits for one frame at a time, or for the frames of one request that was divided.
 //! So its requests take effect and are answered in order, wherever their keys are.
 //!
-//! A request for whose partition no server may answer ends after the time of its [`WaitPolicy`]: a
-//! read finds nothing, and a change fails. What was forwarded ends only when the frame's time is
-//! over, after which no server makes the change any more: a later one is not overwritten.
+//! If no server may answer for the partition of a request, the request ends after the time of its
+//! [`WaitPolicy`]: a read finds nothing, and a change fails. A forwarded request ends only when the
+//! frame's time has passed. No server makes its change after that, so that it does not overwrite a
+//! later change.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ use crate::commands::unavailable::{UnavailableReply, error_reply};
 use crate::commands::{Context, Protocol, Replies, Session};
 use crate::store::presence::Presence;
 
-/// Bytes of requests after which no more are added to a frame.
+/// Bytes of requests above which no more requests are added to a frame.
 const FRAME_BYTES: usize = 64 << 10;
 const NO_SERVER: &str = "no server has the partition of this key at present; try again later";
 const SERVER_LOST: &str =
@@ -33,10 +34,10 @@ const PARTLY_SERVED: &str =
 /// The reply to a part of a `get` that was not served.
 const MISS: &[u8] = b"END\r\n";
 
-/// The thing that a connection waits for.
+/// The event for which a connection waits.
 #[derive(Debug)]
 pub enum Waiting {
-    /// A server that has the partition. The request is looked at again.
+    /// A server of the partition, an item of the pool, or room. The request is retried regularly.
     Parked,
     /// The answer to requests that were forwarded.
     Group(RequestGroup),
@@ -49,38 +50,39 @@ pub enum Waiting {
 pub struct RequestGroup {
     /// The number of the frame.
     frame: u64,
-    /// When the time of the frame is over.
+    /// The time after which the frame may not be served any more.
     ends: Instant,
     /// Lengths of the requests.
     lens: SmallVec<[usize; 8]>,
-    /// The end of the frame, when it is known.
+    /// The end of the frame, once it is known.
     end: Option<FrameEnd>,
 }
 
 /// The next step of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Resumed {
-    /// So many bytes of the input were used; the next request can be looked at.
+    /// This number of bytes of the input were used; the next request can be served.
     Used(usize),
     /// The request waits.
     Waits,
-    /// The other server calls the request malformed, which this one does not understand.
+    /// The connection must be closed: a server has rejected the request as malformed although this
+    /// one has accepted it.
     Closes,
 }
 
-/// How a connection reaches other servers during a turn.
+/// The access of a connection to other servers during a turn.
 #[derive(Debug)]
 pub struct PeerAccess<'l> {
     /// The links of the worker.
     pub links: &'l mut Links,
     /// The connection.
     pub waiter: Waiter,
-    /// When the turn has begun.
+    /// The time at which the turn has begun.
     pub now: Instant,
 }
 
 impl PeerAccess<'_> {
-    /// The turn of the connection for the requests from `input` on.
+    /// The turn of the connection for the requests in `input`.
     pub fn turn<'t, 'p>(
         &'t mut self,
         input: &'t [u8],
@@ -93,10 +95,10 @@ impl PeerAccess<'_> {
     }
 }
 
-/// The parts of a connection that its requests use during one turn of its thread.
+/// The state of a connection that its requests use during one turn of its thread.
 #[derive(Debug)]
 pub struct ConnectionTurn<'t, 'p> {
-    /// The input, from the request on that is served.
+    /// The input from the served request on.
     pub input: &'t [u8],
     /// The requests and replies of the connection.
     pub session: &'t mut Session,
@@ -112,22 +114,23 @@ pub struct ConnectionTurn<'t, 'p> {
     pub replies: &'t mut Replies<'p>,
 }
 
-/// The state of a connection that has to do with requests elsewhere.
+/// The state of a connection whose requests are forwarded, or wait for a partition.
 #[derive(Debug)]
 pub struct ForwardingState {
-    /// The thing that the connection waits for.
+    /// The event for which the connection waits.
     pub waiting: Option<Waiting>,
     policy: WaitPolicy,
 }
 
 impl ForwardingState {
-    /// The state of a connection that waits for nothing. Its requests wait for a server of their
-    /// partition until `timeout` is over.
+    /// The state of a connection that does not wait. Its requests wait for a server of their
+    /// partition for at most `timeout`.
     pub fn new(timeout: Duration) -> Self {
         Self { waiting: None, policy: WaitPolicy::new(timeout) }
     }
 
-    /// Whether a frame with this number is awaited, and notes that it has ended.
+    /// Notes the end of a frame. Returns whether the connection can continue: it has waited for
+    /// this frame, and waits for no other.
     pub fn note_end(&mut self, number: u64, ended: FrameEnd) -> bool {
         match &mut self.waiting {
             Some(Waiting::Group(group)) if group.frame == number => {
@@ -142,11 +145,11 @@ impl ForwardingState {
         }
     }
 
-    /// Goes on when what was awaited has come.
+    /// Continues the connection if the awaited event has occurred.
     pub fn resume(&mut self, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         match self.waiting.take() {
             None | Some(Waiting::Parked) => Resumed::Used(0),
-            // The client has gone, with its requests.
+            // The connection has failed, and its input was dropped.
             Some(Waiting::Group(group)) if group.lens.iter().sum::<usize>() > turn.input.len() => {
                 Resumed::Used(turn.input.len())
             }
@@ -171,19 +174,19 @@ impl ForwardingState {
         self.policy.note_served();
     }
 
-    /// Parks the connection until an item has come from the pool.
+    /// Parks the connection until an item was fetched from the pool.
     pub fn wait_for_fetch(&mut self) {
         self.waiting = Some(Waiting::Parked);
     }
 
-    /// Parks the connection until the partition comes or is known to be elsewhere.
+    /// Parks the connection until the partition arrives or is known to be on another server.
     fn park(&mut self, now: Instant) -> Resumed {
         self.policy.wait(now);
         self.waiting = Some(Waiting::Parked);
         Resumed::Waits
     }
 
-    /// Goes on when the frame of forwarded requests has ended.
+    /// Replies to forwarded requests whose frame has ended, or retries or ends them.
     fn end_group(
         &mut self,
         group: RequestGroup,
@@ -192,7 +195,7 @@ impl ForwardingState {
     ) -> Resumed {
         let (replies, end) = match end {
             FrameEnd::Answered(replies, end) => (replies, end),
-            // The server may be gone: wait until another one has the partition.
+            // The server may have ended: wait until another one has the partition.
             FrameEnd::NotSent => return self.park(turn.now),
             FrameEnd::Lost
                 if requests(turn.input, &group.lens)
@@ -228,7 +231,7 @@ impl ForwardingState {
         }
     }
 
-    /// Ends requests of these lengths that were not served. Errors have this text.
+    /// Ends requests of these lengths that were not served. Error replies have this text.
     fn end_unserved(&mut self, lens: &[usize], text: &str, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         let counters = turn.context.access.counters;
         for request in requests(turn.input, lens) {
@@ -244,15 +247,15 @@ impl ForwardingState {
         Resumed::Used(lens.iter().sum())
     }
 
-    /// Forwards the request of `len` bytes at the start of the input, and usual ones after it that
-    /// are for the same server.
+    /// Forwards the request of `len` bytes at the start of the input, and the simple requests after
+    /// it that are for the same server.
     pub fn forward(
         &mut self,
         (partition, len): (usize, usize),
         turn: &mut ConnectionTurn<'_, '_>,
     ) -> Resumed {
         let place = match turn.context.access.presence(partition) {
-            // It has come in this moment.
+            // The partition has just arrived.
             Presence::Here => return Resumed::Used(0),
             Presence::Elsewhere(place) => Some(place),
             Presence::Leaving | Presence::Unknown => None,
@@ -276,7 +279,7 @@ impl ForwardingState {
         }
     }
 
-    /// Begins with a request that was divided.
+    /// Serves a request that was divided.
     pub fn scatter(&mut self, scatter: Scatter, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         self.resume_parts(Parts::new(scatter), turn)
     }
@@ -311,8 +314,8 @@ impl ForwardingState {
         Resumed::Used(turn.session.gather(&parts.scatter, &parts.replies(MISS), turn.replies))
     }
 
-    /// Whether the connection waits for something of which nothing is said when it comes: a
-    /// partition, or the end of a time.
+    /// Whether the connection must be retried at intervals: no event announces a partition that
+    /// arrives, or the end of a time.
     pub fn must_retry(&self) -> bool {
         match &self.waiting {
             Some(Waiting::Parked) => true,
@@ -332,8 +335,8 @@ fn requests<'i>(input: &'i [u8], lens: &[usize]) -> impl Iterator<Item = &'i [u8
     })
 }
 
-/// The request of `len` bytes at the start of the input, and usual ones after it that are for the
-/// same server; and their lengths.
+/// Collects the request of `len` bytes at the start of the input, and the simple requests after it
+/// that are for the same server. Returns the entries of a frame, and the lengths of the requests.
 fn collect_group<'i>(
     (partition, len): (usize, usize),
     server: u16,

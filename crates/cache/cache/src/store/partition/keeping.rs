@@ -93,15 +93,15 @@ impl Partition {
         let seals = rustix::fs::fcntl_get_seals(&memory)?;
         let len = u64::try_from(rustix::fs::fstat(&memory)?.st_size).unwrap_or(0);
         if !seals.contains(SealFlags::SHRINK) || len != bytes as u64 {
-            return Err(io::Error::other("it has another size, as with other options"));
+            return Err(io::Error::other("the memory has the size of a server with other options"));
         }
         let memory = Arc::new(Memory::map(Arc::new(memory), 0, bytes)?);
         let Some((partition, completed)) = Self::adopt_completed(shared, &memory, identity, has_pool)? else {
-            return Err(io::Error::other("it is not complete, or that of a server with other options"));
+            return Err(io::Error::other("the memory is not complete, or is of a server with other options"));
         };
         if shared.budget.used() > shared.budget.limit() {
             partition.forget(shared, Presence::Unknown)?;
-            return Err(io::Error::other("it has no room in the memory of this server"));
+            return Err(io::Error::other("the memory exceeds the limit of this server"));
         }
         let Completed { now_s: second, unix_s: then_s, .. } = completed;
         // The time since then has passed for items, too, unless the system's clock was set back.
