@@ -16,7 +16,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/base/secure-channel",
     "crates/bench/bench",
     "crates/bench/research",
-    "crates/cache/cache",
     "crates/cache/cache-cluster",
     "crates/cli/aquifer",
     "crates/daemons/agent",

@@ -7,19 +7,20 @@ use crate::protocol::{number, words};
 use crate::store::item::{Item, KEY_MAX};
 use crate::store::{Refusal, Until};
 
-/// Which command of the family it is.
+/// The variant of the command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GetKind {
-    /// Replies have the cas number.
+    /// Whether replies have the cas number.
     pub returns_cas: bool,
-    /// The first word is the new expiry of the items.
+    /// Whether the first word is the new expiry of the items.
     pub touches: bool,
 }
 
 impl Session {
-    /// Answers a command of the family. `text` is its line, and `at` where its arguments begin.
+    /// Executes a command of the family. `text` is its line, and `at` the offset of its arguments.
     ///
-    /// If the replies must be sent first, the session notes where it goes on.
+    /// If the replies must be sent first, the session notes the offset at which the command
+    /// continues.
     pub(super) fn get<'p>(
         &mut self,
         text: &[u8],
@@ -62,8 +63,8 @@ impl Session {
                     return self.scatter_get(text, words::trim(command), at, context);
                 }
                 Err(refusal) => {
-                    let is_tried_again = matches!(refusal, Refusal::Again(_));
-                    self.get_offset = if is_tried_again { at } else { 0 };
+                    let is_retried = matches!(refusal, Refusal::Again(_));
+                    self.get_offset = if is_retried { at } else { 0 };
                     return refused(refusal, context, out, false, 0);
                 }
             }

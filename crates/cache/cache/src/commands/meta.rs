@@ -15,7 +15,7 @@ const BAD_FORMAT: &str = "CLIENT_ERROR bad command line format";
 const OPAQUE_TOO_LONG: &str = "CLIENT_ERROR opaque token too long";
 
 impl Session {
-    /// Answers the meta command with this second character.
+    /// Executes the meta command with this second character.
     pub(super) fn meta<'p>(
         &mut self,
         command: u8,
@@ -143,15 +143,15 @@ impl Session {
     }
 }
 
-/// What `mg` does with an item.
+/// The action of `mg` on an item.
 #[derive(Clone, Copy)]
 struct Fetch<'p> {
-    /// The item as it was, or as it is created.
+    /// The item as it was found, or as it is created.
     item: Item<'p>,
     is_new: bool,
     /// Whether the client is asked to replace the item.
     is_won: bool,
-    /// What is stored, if something changes.
+    /// The change of the item, if there is one.
     put: Option<Put<'p>>,
 }
 
@@ -183,13 +183,13 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     let found = look_up.ok();
     let mut fetch = plan(found.as_ref(), &parsed, flags, context);
     if fetch.is_some_and(|fetch| fetch.put.is_some()) {
-        // The item is to be changed: look again, with the partition's lock held.
+        // The item must be changed: plan again, with the partition's lock held.
         let stored = access.store.update(access.pin, key, access.now_s, |item| {
             let mut item = item.copied();
             if let (Some(item), Some(found)) = (&mut item, &found)
                 && item.header.cas == found.header.cas
             {
-                // The read above counts, but not for its own reply.
+                // The read above must not show in the reply to this command.
                 item.is_fetched = found.is_fetched;
             }
             fetch = plan(item.as_ref(), &parsed, flags, context);
@@ -215,7 +215,7 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     Step::Used(0)
 }
 
-/// Says that the item of `mg` is missing. `word` is the key as the request has it.
+/// Replies that the item of `mg` is missing. `word` is the key as the request has it.
 pub(super) fn push_missing(word: &[u8], parsed: &MetaFlags, flags: &[&[u8]], out: &mut Replies<'_>) {
     if !parsed.is_quiet {
         out.push(b"EN");
@@ -225,7 +225,7 @@ pub(super) fn push_missing(word: &[u8], parsed: &MetaFlags, flags: &[&[u8]], out
     }
 }
 
-/// Refuses an opaque token that is too long. The flags before it have taken effect nevertheless.
+/// Refuses an opaque token that is too long. The flags before it take effect nevertheless.
 fn refuse_opaque<'p>(
     words: &Words<'_>,
     parsed: &MetaFlags,
@@ -262,9 +262,9 @@ fn refuse_opaque<'p>(
     }
 }
 
-/// Decides what `mg` does with an item, or with a missing key.
+/// Plans the action of `mg` on an item, or on a missing key.
 ///
-/// Flags take effect in their order: `R` looks at the expiry that a `T` before it has set.
+/// Flags take effect in their order: `R` compares with the expiry that a `T` before it has set.
 fn plan<'p>(
     item: Option<&Item<'p>>,
     parsed: &MetaFlags,
@@ -309,7 +309,7 @@ fn plan<'p>(
     Some(Fetch { item: *item, is_new: false, is_won, put })
 }
 
-/// When an item expires after these flags.
+/// The expiry second of an item after these flags.
 fn last_expiry(
     mut expires_s: u32,
     is_new: bool,
@@ -343,7 +343,7 @@ fn push_fetched<'p>(
     out: &mut Replies<'p>,
 ) {
     let Item { header, value, .. } = fetch.item;
-    // A client that has the value already gets the flags only.
+    // A client that already has the value gets only the flags.
     let returns_value = parsed.returns_value && parsed.cas != Some(header.cas);
     if returns_value {
         out.push(b"VA ");
@@ -488,7 +488,7 @@ fn arithmetic(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -
     Step::Used(0)
 }
 
-/// Answers `me`, which shows what is known of an item.
+/// Executes `me`, which shows the fields of an item.
 fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Step {
     let mut decoded = None;
     if words.get(2).is_some_and(|word| *word == b"b") {

@@ -54,7 +54,7 @@ impl TlsSettings {
     /// Reloads the certificates, for connections that are accepted from now on.
     ///
     /// # Errors
-    /// Those of [`Self::read`]; the previous certificates stay in use then.
+    /// The errors of [`Self::read`]; the previous certificates stay in use then.
     pub fn refresh(&self) -> Result<(), String> {
         let config = read(&self.files)?;
         *self.config.lock() = config;

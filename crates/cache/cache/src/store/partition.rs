@@ -71,7 +71,7 @@ pub struct Put<'a> {
 pub enum Cas {
     /// The next cas number of the partition.
     Next,
-    /// This cas number.
+    /// A given cas number.
     Exactly(u64),
 }
 

@@ -61,7 +61,7 @@ pub struct RequestGroup {
 /// The next step of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Resumed {
-    /// This number of bytes of the input were used; the next request can be served.
+    /// The number of used bytes of the input; the next request can be served.
     Used(usize),
     /// The request waits.
     Waits,
