@@ -36,7 +36,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "tests/e2e",
     "tests/fuzz",
     "tests/hostile",
-    "tests/memcached",
     "tests/sim",
     "tests/support",
     "tests/tidy",

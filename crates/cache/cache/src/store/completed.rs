@@ -145,7 +145,7 @@ mod tests {
             assert_eq!(Completed::adopt(&memory, &other), None);
         }
         assert_eq!(Completed::adopt(&memory, &identity), Some(completed));
-        assert_eq!(Completed::adopt(&memory, &identity), None, "it is in use");
+        assert_eq!(Completed::adopt(&memory, &identity), None, "the memory is in use");
         assert_eq!((super::hash_secret(&memory), other_version(&memory)), (None, None));
     }
 
