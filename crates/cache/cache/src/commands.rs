@@ -87,7 +87,7 @@ pub struct Service {
     pub shutdown_is_enabled: bool,
     /// The verbosity of the log, which clients can change.
     pub verbosity: AtomicU32,
-    /// Statistics.
+    /// The statistics and control of the server.
     pub report: Box<dyn ServerReport>,
 }
 

@@ -4,7 +4,7 @@
 //! - [`item`], [`runs`], [`classes`], [`log`]: items in a log of runs, grouped by when they expire.
 //! - [`memory`] and [`layout`]: the memory of a partition, and where its parts are. [`completed`]:
 //!   memory that the next store adopts.
-//! - [`epochs`] and [`budget`]: when memory can be reused, and how much there is.
+//! - [`epochs`] and [`budget`]: the reuse of memory, and its limit.
 //! - [`partition`]: the operations on one part of the keys. `Shared`: the state of all partitions.
 //! - [`presence`]: the server of a partition. `moving`: how a partition leaves and arrives.
 //!   `clock_offset`: its seconds. `keeping`: how a later store adopts it.
@@ -269,7 +269,7 @@ impl Store {
     /// stored item, or 0. `decide` may be called more than once.
     ///
     /// # Errors
-    /// If there is no memory for it, now or ever.
+    /// A [`Refusal`].
     pub fn update<'p>(
         &'p self,
         pin: &'p Pin<'_>,
@@ -284,7 +284,7 @@ impl Store {
     /// `decide` may be called with `None` for an item there.
     ///
     /// # Errors
-    /// If there is no memory for it, now or ever.
+    /// A [`Refusal`].
     pub fn update_or_replace<'p>(
         &'p self,
         pin: &'p Pin<'_>,
@@ -302,7 +302,7 @@ impl Store {
     /// Like [`Self::update`], with a buffer for a short value.
     ///
     /// # Errors
-    /// If there is no memory for it, now or ever.
+    /// A [`Refusal`].
     pub fn update_short(
         &self,
         pin: &Pin<'_>,

@@ -381,7 +381,7 @@ fn a_pool_that_does_not_answer_is_not_waited_for() {
     let server = cache.server.handle();
     server.store().pool().set_wait(Duration::ZERO);
     let pool = cache.pool.clone();
-    // All calls of the pool wait until this is dropped.
+    // All calls of the pool wait until this guard is dropped.
     let stopped = pool.0.lock().unwrap();
     let missing: Vec<usize> =
         (0..KEYS).filter(|key| cache.get(&format!("key{key}")).is_none()).step_by(50).collect();

@@ -7,11 +7,11 @@ use crate::protocol::words::Words;
 
 /// Statistics and control of a server, for its sessions.
 pub trait ServerReport: fmt::Debug + Send + Sync {
-    /// General statistics.
+    /// Reports the general statistics.
     fn general(&self, context: &Context<'_>, add: &mut dyn FnMut(&str, &dyn fmt::Display));
-    /// Settings.
+    /// Reports the settings.
     fn settings(&self, context: &Context<'_>, add: &mut dyn FnMut(&str, &dyn fmt::Display));
-    /// Connections.
+    /// Reports the connections.
     fn connections(&self, add: &mut dyn FnMut(&str, &dyn fmt::Display));
     /// Sets counters to 0.
     fn reset(&self);

@@ -103,7 +103,7 @@ pub struct Connection {
 /// The socket events of a connection for which a worker waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WaitsFor {
-    /// Requests.
+    /// Bytes of requests.
     Requests,
     /// Room to send.
     Room,

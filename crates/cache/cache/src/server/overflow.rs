@@ -308,7 +308,7 @@ impl Overflow {
     }
 }
 
-/// When dropped, makes requests not wait for the thread any more.
+/// Closes the queue of the pool when the thread ends, so that no request waits for the thread.
 struct PoolCloser(Arc<Common>);
 
 impl Drop for PoolCloser {

@@ -59,7 +59,7 @@ pub trait Words {
     fn prefetch(&self, at: usize);
 }
 
-/// Where the parts of an index are in its words.
+/// The layout of an index in its words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IndexLayout {
     /// The word with the number of buckets.
@@ -70,20 +70,20 @@ pub struct IndexLayout {
     pub overflow_free: usize,
     /// The first word of the buckets.
     pub buckets: usize,
-    /// Most buckets.
+    /// The greatest number of buckets.
     pub buckets_max: usize,
     /// The first word of the overflow buckets.
     pub overflow: usize,
-    /// Most overflow buckets.
+    /// The greatest number of overflow buckets.
     pub overflow_max: usize,
 }
 
 /// The words of an index that are not in its buckets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct IndexState {
-    /// Buckets.
+    /// The number of buckets.
     pub buckets: u64,
-    /// Overflow buckets that were ever used.
+    /// The number of overflow buckets that were ever used.
     pub overflow_buckets: u64,
     /// The number + 1 of the first free overflow bucket, or 0.
     pub overflow_free: u64,

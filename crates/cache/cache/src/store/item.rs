@@ -80,7 +80,7 @@ pub struct Header {
     pub expires_s: u32,
     /// The unique number of this state of the item, or 0 if the cache has no such numbers.
     pub cas: u64,
-    /// States.
+    /// The states of the item.
     pub states: States,
 }
 

@@ -37,7 +37,7 @@ pub mod header {
     pub const HAS_CAS: usize = 32;
     /// The last cas number.
     pub const CAS: usize = 40;
-    /// Items.
+    /// The number of items.
     pub const ITEMS: usize = 48;
     /// The second of the cache's clock at which the memory was completed.
     pub const SECOND: usize = 56;

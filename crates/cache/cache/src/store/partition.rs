@@ -56,7 +56,7 @@ pub struct Put<'a> {
     pub client_flags: u32,
     /// The second in which the item expires, or 0.
     pub expires_s: u32,
-    /// States.
+    /// The states of the item.
     pub states: States,
     /// The cas number.
     pub cas: Cas,
@@ -143,7 +143,7 @@ struct Inner {
 /// Counts of items and of their bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Content {
-    /// Items.
+    /// The number of items.
     pub items: u64,
     /// Bytes of their headers, keys and values.
     pub item_bytes: u64,

@@ -32,7 +32,7 @@ pub struct Waiter {
 /// The end of a frame.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FrameEnd {
-    /// The server has answered: the replies to the executed entries, and why there are no more.
+    /// The server has answered: the replies to the executed entries, and the reason for the end.
     Answered(Vec<Vec<u8>>, AnswerEnd),
     /// No entry was executed: the server cannot be reached.
     NotSent,
@@ -176,7 +176,7 @@ impl Links {
 
     /// Queues a frame, which is sent at the end of the turn. Its time ends at `end`, or later if it
     /// takes long to send. If it `waits`, the server waits for partitions. `None` if more than
-    /// [`OUTGOING_MAX`] bytes are unsent.
+    /// `OUTGOING_MAX` bytes are unsent.
     pub fn forward(
         &mut self,
         server: u16,

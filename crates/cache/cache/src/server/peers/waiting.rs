@@ -1,7 +1,7 @@
 //! The state of a client's connection whose request is for a partition that is not on this server.
 //!
 //! A connection waits for one frame at a time, or for the frames of one request that was divided.
-//! So its requests take effect and are answered in order, wherever their keys are.
+//! So its requests take effect and are answered in order, whatever the servers of their keys.
 //!
 //! If no server may answer for the partition of a request, the request ends after the time of its
 //! [`WaitPolicy`]: a read finds nothing, and a change fails. A forwarded request ends only when the
@@ -168,7 +168,7 @@ impl ForwardingState {
         }
     }
 
-    /// Notes that a request was served here.
+    /// Notes that a request was served by this server.
     #[inline]
     pub fn note_served(&mut self) {
         self.policy.note_served();
