@@ -1,4 +1,4 @@
-//! Servers of `aquifer cache` that are one cache, as processes, and their directory.
+//! A cluster of `aquifer cache` servers, as processes, and its directory.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -13,8 +13,9 @@ use tempfile::TempDir;
 
 use crate::server::{Options, Program, Server};
 
-/// Arguments of servers whose requests wait for as long as a partition moves on a busy machine.
-pub const PATIENT: [&str; 2] = ["--partition-timeout", "60s"];
+/// Arguments of servers whose requests wait long enough for the move of a partition on a busy
+/// machine.
+pub const LONG_PARTITION_TIMEOUT: [&str; 2] = ["--partition-timeout", "60s"];
 
 /// A cache of several servers.
 #[derive(Debug)]
@@ -25,7 +26,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts a directory. Servers that are started later have these arguments.
+    /// Starts a directory. Servers that [`Self::add`] starts have these arguments.
     ///
     /// # Panics
     /// If the directory does not start.
@@ -34,7 +35,7 @@ impl Cluster {
         let folder = state_folder();
         let key = folder.path().join("cluster.key");
         fs::write(&key, "5a".repeat(32)).expect("the folder is writable");
-        fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("it is this user's");
+        fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("the path belongs to this user");
         let state = folder.path().display().to_string();
         let own = ["--directory", "embedded", "--state", &state].map(str::to_owned);
         let arguments = own.into_iter().chain(arguments.iter().map(ToString::to_string)).collect();
@@ -46,7 +47,7 @@ impl Cluster {
     /// Starts a daemon of the cluster, such as the keeper, and waits until it listens.
     ///
     /// # Panics
-    /// If it does not start.
+    /// If the daemon does not start.
     pub fn start_daemon(&mut self, name: &str) {
         let mut command = Command::new(build::binary());
         command.arg(name).arg("--state").arg(self.folder.path());
@@ -60,9 +61,9 @@ impl Cluster {
     /// Sends a signal to the directory, such as one that stops it.
     ///
     /// # Panics
-    /// If it has ended.
+    /// If the directory has ended.
     pub fn signal_directory(&self, signal: Signal) {
-        let directory = self.daemons.first().expect("it was started first");
+        let directory = self.daemons.first().expect("the directory was started first");
         kill_process(Pid::from_child(directory), signal).expect("the directory runs");
     }
 
@@ -76,7 +77,7 @@ impl Cluster {
     /// Runs a command such as `aquifer cache status`.
     ///
     /// # Panics
-    /// If it cannot be started.
+    /// If the command cannot be started.
     #[must_use]
     pub fn operate(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(build::binary());
@@ -87,15 +88,15 @@ impl Cluster {
     /// Waits until each partition has a server.
     ///
     /// # Panics
-    /// If that does not happen.
+    /// If the status does not show it in time.
     pub fn wait_for_partitions(&self) {
         self.wait_for("128 partitions");
     }
 
-    /// Waits until all is well and `aquifer cache status` shows this.
+    /// Waits until `aquifer cache status` succeeds and shows this text.
     ///
     /// # Panics
-    /// If that does not happen.
+    /// If the status does not show it in time.
     pub fn wait_for(&self, shown: &str) {
         eventually(shown, || {
             let output = self.operate(&["status"]);
@@ -114,7 +115,7 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for daemon in &mut self.daemons {
-            // Fails if it has ended.
+            // Fails if the daemon has ended.
             let _ = daemon.kill();
             let _ = daemon.wait();
         }

@@ -11,29 +11,29 @@ use crate::server::Server;
 use crate::stream::meta::WRONG_BASE64;
 use crate::stream::words::ODD_KEYS;
 
-/// Times may differ by this much, and by the duration of the script. The clock of memcached is late
-/// on a busy machine.
+/// Seconds by which times may differ, in addition to the duration of the script. The clock of
+/// memcached is late on a busy machine.
 const TOLERANCE_S: u64 = 5;
-/// After this time a script is not shrunk further.
+/// Time limit for shrinking a script.
 const SHRINK_TIME: Duration = Duration::from_secs(60);
 
-/// Two servers that must give the same replies.
+/// Two servers whose replies must be equal.
 #[derive(Clone, Copy, Debug)]
 pub struct Pair<'a> {
-    /// The server that is right.
+    /// The server whose replies are correct.
     pub reference: &'a Server,
     /// The server under test.
     pub candidate: &'a Server,
 }
 
-/// What a server did during a batch.
+/// The answer of a server to a batch.
 #[derive(Clone, Debug)]
 struct BatchResult {
     answer: Answer,
     replies: Vec<NormalReply>,
 }
 
-/// What a server did during a script.
+/// The answers of a server to a script.
 #[derive(Debug)]
 struct Run {
     results: Vec<BatchResult>,
@@ -43,9 +43,9 @@ struct Run {
 /// The first difference between two servers.
 #[derive(Clone, Debug)]
 pub struct Difference {
-    /// The batch.
+    /// The number of the batch.
     pub batch: usize,
-    /// The reply in the batch; the number of equal replies if one server sent more.
+    /// The number of the reply in the batch.
     pub reply: usize,
     description: String,
 }
@@ -56,18 +56,18 @@ impl Display for Difference {
     }
 }
 
-/// Deletes all items, and resets what a script may have set.
+/// Deletes all items, and resets the settings that a script may have changed.
 fn prepare(server: &Server, script: &Script) {
     let mut reset = b"verbosity 0\r\n".to_vec();
     if server.has_cas() {
-        // Without cas values it would also delete what is stored in the same second.
+        // Without cas values, the command also deletes items that are stored in the same second.
         reset.extend_from_slice(b"flush_all\r\n");
     }
     // A delayed flush would make memcached return flushed items again that it has not freed yet. A
-    // script may also name keys that only an earlier one had.
+    // script may also name keys that only an earlier script had.
     let odd = ODD_KEYS.iter().chain(&WRONG_BASE64).map(|word| Key::plain(*word));
     let keys = script.keys.iter().cloned().chain(odd);
-    let both = keys.flat_map(|key| [key.misread(), key]);
+    let both = keys.flat_map(|key| [key.with_other_encoding(), key]);
     reset.extend(both.flat_map(|key| key.meta_line("md", "q")));
     server.connect().request(reset);
 }
@@ -99,10 +99,10 @@ fn run(server: &Server, script: &Script) -> Run {
     Run { results, elapsed: started.elapsed() }
 }
 
-/// The first difference between two servers in a script.
+/// Finds the first difference between two servers in a script.
 ///
 /// # Panics
-/// If the reference stalls or ends: then the script is at fault.
+/// If the reference stalls or ends: then the script is wrong.
 #[must_use]
 pub fn find_difference(pair: Pair<'_>, script: &Script) -> Option<Difference> {
     match compare_runs(pair, script) {
@@ -116,7 +116,7 @@ pub fn find_difference(pair: Pair<'_>, script: &Script) -> Option<Difference> {
     }
 }
 
-/// The reference stalled or ended during a batch.
+/// The error that the reference stalled or ended during a batch.
 #[derive(Debug)]
 struct ReferenceFailed {
     batch: usize,
@@ -178,12 +178,12 @@ fn compare_batch(expected: &BatchResult, actual: &BatchResult, tolerance_s: i64)
     Some((equal, description))
 }
 
-/// Removes what is not needed for a difference: batches, requests, cuts and connections.
+/// Removes batches, requests, cuts and connections that are not needed for a difference.
 #[must_use]
 pub fn shrink(pair: Pair<'_>, script: Script, difference: Difference) -> (Script, Difference) {
     let started = Instant::now();
     let mut shrinker = Shrinker { pair, script, difference, started };
-    // A step may make another one possible.
+    // A step may make another step possible.
     while !shrinker.is_out_of_time() {
         let before = shrinker.script.clone();
         shrinker.remove_batches();
@@ -205,13 +205,13 @@ struct Shrinker<'a> {
 
 impl Shrinker<'_> {
     fn is_out_of_time(&self) -> bool {
-        // A server that has ended is not started again.
+        // A server that has ended is not restarted.
         self.started.elapsed() > SHRINK_TIME
             || !self.pair.candidate.is_alive()
             || !self.pair.reference.is_alive()
     }
 
-    /// Keeps a smaller script if it has a difference, too.
+    /// Keeps a smaller script if it also has a difference.
     fn try_script(&mut self, smaller: Script) -> bool {
         if self.is_out_of_time() {
             return false;
@@ -276,10 +276,11 @@ impl Shrinker<'_> {
     }
 }
 
-/// Fails if two servers differ in a script. The message has the shrunk script.
+/// Asserts that the replies of two servers to a script are equal. The message has the shrunk
+/// script.
 ///
 /// # Panics
-/// If they differ.
+/// If the replies differ.
 #[track_caller]
 pub fn assert_equal(pair: Pair<'_>, name: &str, script: Script) {
     let Some(difference) = find_difference(pair, &script) else { return };

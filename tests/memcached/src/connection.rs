@@ -1,4 +1,4 @@
-//! One connection: sends a batch and reads until the end of its replies.
+//! A connection that sends a batch and reads until the end of its replies.
 //!
 //! The end is found by a request after the batch, whose reply is unique, or by the end of the
 //! stream. It is never found by a timeout.
@@ -13,26 +13,26 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
 use crate::escape::escape;
 
-/// A connection on which a server sends and accepts nothing for so long has stalled.
+/// The time without progress of a server after which its connection has stalled.
 pub const STALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// Empty lines that complete a value. A server answers the others with errors.
+/// Number of empty lines that complete a value. A server answers the surplus lines with errors.
 pub const FILL_LINES: usize = 600;
-/// Bytes that one call receives at most.
+/// Most bytes that one call receives.
 const READ_BYTES: usize = 64 << 10;
 
-/// How the end of a batch's replies is found.
+/// The means to find the end of a batch's replies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum End {
-    /// By the reply to a last request: a meta get of a key that is in no script, with an opaque
-    /// that is new each time. The batch must end where the server awaits a command.
+    /// The reply to a last request: a meta get of a key that is in no script, with an opaque that
+    /// is new each time. The batch must end where the server awaits a command.
     Sentinel,
-    /// The same, after [`FILL_LINES`] empty lines. For batches that may end within a value.
+    /// A sentinel after [`FILL_LINES`] empty lines, for batches that may end within a value.
     FilledSentinel,
-    /// By the end of the stream, after the writing side was closed.
+    /// The end of the stream, after the writing side was closed.
     HalfClose,
 }
 
-/// What a server sent in answer to a batch.
+/// The answer of a server to a batch.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Answer {
     /// The bytes, without the reply to the sentinel.
@@ -122,12 +122,12 @@ impl Connection {
         }
     }
 
-    /// Waits until the server sent something or closed the connection; or, if asked for, until it
-    /// accepts more. Returns no flags if it has stalled.
+    /// Waits until the server has sent bytes or closed the connection or, if `for_writing`, until
+    /// it accepts bytes. Returns no flags if it has stalled.
     fn wait(&self, for_writing: bool) -> PollFlags {
         let wanted = if for_writing { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         let mut polled = [PollFd::new(&self.socket, wanted)];
-        let seconds = i64::try_from(STALL_TIMEOUT.as_secs()).expect("it is short");
+        let seconds = i64::try_from(STALL_TIMEOUT.as_secs()).expect("the timeout is short");
         let timeout = Timespec { tv_sec: seconds, tv_nsec: 0 };
         loop {
             match poll(&mut polled, Some(&timeout)) {
@@ -216,7 +216,7 @@ impl Connection {
         bytes
     }
 
-    /// Waits until the server has sent something that was not received.
+    /// Waits until the server has sent bytes that were not received.
     ///
     /// # Panics
     /// If the server stalls.

@@ -1,17 +1,17 @@
-//! Bytes as text, for messages.
+//! Conversion of bytes to text, for messages.
 
-/// Length up to which bytes are printed completely.
+/// Greatest length of bytes that are printed completely.
 const WHOLE_MAX: usize = 400;
-/// Printed bytes at the start and the end of longer ones.
-const ENDS: usize = 120;
+/// Bytes that are printed at each end of longer ones.
+const END_BYTES: usize = 120;
 
-/// Escapes bytes, and leaves out the middle of long ones.
+/// Escapes bytes, and omits the middle of long ones.
 #[must_use]
 pub fn escape(bytes: &[u8]) -> String {
     if bytes.len() <= WHOLE_MAX {
         return bytes.escape_ascii().to_string();
     }
-    let (start, rest) = bytes.split_at(ENDS);
-    let (middle, end) = rest.split_at(rest.len() - ENDS);
+    let (start, rest) = bytes.split_at(END_BYTES);
+    let (middle, end) = rest.split_at(rest.len() - END_BYTES);
     format!("{}[... {} bytes ...]{}", start.escape_ascii(), middle.len(), end.escape_ascii())
 }

@@ -2,15 +2,15 @@
 //! `aquifer cache`, and the replies are compared.
 //!
 //! - [`server`]: starts and stops both programs.
-//! - [`cluster`]: starts servers that are one cache.
-//! - [`connection`]: one connection, which sends a batch and reads until the end of its replies.
-//! - [`script`]: what is sent: batches of requests on one or more connections.
+//! - [`cluster`]: starts a cluster of servers.
+//! - [`connection`]: a connection that sends a batch and reads until the end of its replies.
+//! - [`script`]: batches of requests on one or more connections.
 //! - [`stream`]: generates scripts from a seed.
 //! - [`reply`]: splits a server's bytes into replies.
-//! - [`normalise`]: replaces what may differ: cas values, times, the version.
+//! - [`normalise`]: replaces the parts of replies that may differ: cas values, times, the version.
 //! - [`compare`](mod@compare): runs a script on two servers, and shrinks it to a difference.
 //! - [`stats`]: the names and types of statistics.
-//! - [`random`], [`escape`]: random numbers, and bytes as text.
+//! - [`random`], [`escape`]: random numbers, and conversion of bytes to text.
 //!
 //! `AQUIFER_CACHE_SEEDS=17` or `AQUIFER_CACHE_SEEDS=0..5000` replaces the seeds of each stream.
 //! A seed always generates the same script.

@@ -1,12 +1,13 @@
-//! Replaces what may differ between two servers: cas values, times, sizes, the version.
+//! Replaces the parts of replies that may differ between two servers: cas values, times, sizes, the
+//! version.
 
 use std::fmt::{self, Display, Formatter};
 
 use crate::escape::escape;
 use crate::reply::{Reply, split};
 
-/// From this value on, `t` is the time of an item that expired in the past. memcached prints the
-/// negative number as an unsigned one.
+/// Least value of `t` for an item that expired in the past. memcached prints the negative number as
+/// an unsigned one.
 const PAST_TIME: i64 = 1 << 31;
 
 /// A word of a reply.
@@ -16,21 +17,21 @@ pub enum Word {
     Text(Vec<u8>),
     /// A cas value: the n-th distinct one of this server in the script.
     Cas {
-        /// What precedes the number.
+        /// The text before the number.
         name: &'static str,
         /// The index among the distinct values.
         index: usize,
     },
     /// A time that may differ by the duration of the script.
     Seconds {
-        /// What precedes the number.
+        /// The text before the number.
         name: &'static str,
         /// The number.
         value: i64,
     },
     /// A number that may differ.
     AnyNumber {
-        /// What precedes the number.
+        /// The text before the number.
         name: &'static str,
     },
     /// A version: three numbers.
@@ -44,7 +45,7 @@ impl Word {
         Self::Text(bytes.as_ref().to_vec())
     }
 
-    /// Whether two servers may return these words at the same place.
+    /// Whether two servers may return these words at the same place of a reply.
     #[must_use]
     pub fn is_equivalent(&self, other: &Self, tolerance_s: i64) -> bool {
         match (self, other) {
@@ -69,14 +70,14 @@ impl Display for Word {
     }
 }
 
-/// A reply without what may differ.
+/// A reply whose parts that may differ are replaced.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NormalReply {
     /// The words of the line.
     pub words: Vec<Word>,
     /// The data of a value.
     pub data: Option<Vec<u8>>,
-    /// False if the server did not send the reply to its end.
+    /// Whether the server has sent the reply to its end.
     pub is_complete: bool,
 }
 
@@ -107,12 +108,13 @@ impl Display for NormalReply {
 pub struct Normaliser {
     /// The distinct cas values so far, in the order of their first appearance.
     seen_cas: Vec<u64>,
-    /// Ages are any number. An item that an earlier script has left is as old as it is.
+    /// Whether any age is accepted, because items may be left from an earlier script.
     ignores_ages: bool,
 }
 
 impl Normaliser {
-    /// A normaliser for a server whose items may be left from an earlier script, or not.
+    /// A normaliser for a server. `has_old_items` says whether items may be left from an earlier
+    /// script.
     #[must_use]
     pub fn new(has_old_items: bool) -> Self {
         Self { ignores_ages: has_old_items, ..Self::default() }
@@ -124,7 +126,7 @@ impl Normaliser {
         &self.seen_cas
     }
 
-    /// Normalises the bytes that a server sent in answer to a batch.
+    /// Normalises the answer of a server to a batch.
     pub fn normalise(&mut self, bytes: &[u8]) -> Vec<NormalReply> {
         split(bytes).iter().map(|reply| self.reply(reply)).collect()
     }
@@ -151,7 +153,7 @@ impl Normaliser {
         NormalReply { words, data: reply.data.map(<[u8]>::to_vec), is_complete: reply.is_complete }
     }
 
-    /// A cas value. 0 stays as it is: a server without cas values returns it.
+    /// Normalises a cas value. 0 is kept: a server without cas values returns it.
     fn cas(&mut self, name: &'static str, digits: &[u8]) -> Word {
         let value: u64 = match number(digits) {
             Some(value) if value != 0 => value,
@@ -238,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn times_may_differ_a_little() {
+    fn times_may_differ_within_the_tolerance() {
         assert!(are_equivalent(&[b"HD t1000 l0\r\n"], &[b"HD t998 l1\r\n"]));
         assert!(!are_equivalent(&[b"HD t1000\r\n"], &[b"HD t900\r\n"]));
         assert!(!are_equivalent(&[b"HD t-1\r\n"], &[b"HD t0\r\n"]));
@@ -256,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_else_must_be_equal() {
+    fn all_other_bytes_must_be_equal() {
         assert!(!are_equivalent(&[b"9 \r\n"], &[b"9\r\n"]));
         assert!(!are_equivalent(&[b"HD Oc5\r\n"], &[b"HD Oc6\r\n"]));
         assert!(!are_equivalent(&[b"VA 1\r\na\r\n"], &[b"VA 1\r\nb\r\n"]));

@@ -13,7 +13,7 @@ impl Random {
         Self { state: seed }
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn number(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.state;
@@ -22,34 +22,34 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `limit`.
+    /// Returns a number below `limit`.
     ///
     /// # Panics
     /// If `limit` is 0.
     pub fn below(&mut self, limit: usize) -> usize {
         let limit = u64::try_from(limit).expect("64 bits hold a size");
-        usize::try_from(self.number() % limit).expect("it is below a size")
+        usize::try_from(self.number() % limit).expect("the remainder is below a size")
     }
 
-    /// A number from `least` to `most`, both included.
+    /// Returns a number from `least` to `most`, both included.
     pub fn between(&mut self, least: usize, most: usize) -> usize {
         least + self.below(most - least + 1)
     }
 
-    /// True once in `of` times.
+    /// Returns true with a probability of 1/`of`.
     pub fn once_in(&mut self, of: usize) -> bool {
         self.below(of) == 0
     }
 
-    /// One of the items.
+    /// Picks one of the items.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there are no items.
     pub fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
         &items[self.below(items.len())]
     }
 
-    /// Random bytes.
+    /// Returns random bytes.
     pub fn bytes(&mut self, length: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(length + 8);
         while bytes.len() < length {
@@ -59,7 +59,7 @@ impl Random {
         bytes
     }
 
-    /// Random bytes of an alphabet.
+    /// Returns random bytes of an alphabet.
     pub fn text(&mut self, length: usize, alphabet: &[u8]) -> Vec<u8> {
         (0..length).map(|_| *self.pick(alphabet)).collect()
     }

@@ -1,17 +1,17 @@
 //! Splits the bytes that a server sent into replies.
 
-/// One line of a server, with the data that follow it.
+/// A line of a server, with the data that follow it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Reply<'a> {
     /// The line without its end.
     pub line: &'a [u8],
     /// The data of a value without its end.
     pub data: Option<&'a [u8]>,
-    /// False if the bytes end before the reply does, or if the end of the data is not `\r\n`.
+    /// Whether the reply is whole, and its data end with `\r\n`.
     pub is_complete: bool,
 }
 
-/// Splits bytes into replies: lines, and values that are as long as their lines announce.
+/// Splits bytes into replies: lines, and values of the lengths that their lines announce.
 #[must_use]
 pub fn split(mut bytes: &[u8]) -> Vec<Reply<'_>> {
     let mut replies = Vec::new();
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_is_incomplete() {
+    fn a_truncated_reply_is_incomplete() {
         let incomplete = |reply| Reply { is_complete: false, ..reply };
         assert_eq!(split(b"EN"), [incomplete(line(b"EN"))]);
         assert_eq!(split(b"VA 5\r\nab"), [incomplete(value(b"VA 5", b"ab"))]);

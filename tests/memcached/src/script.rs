@@ -1,4 +1,4 @@
-//! What is sent to a server: batches of requests on one or more connections.
+//! Scripts: batches of requests that are sent to a server on one or more connections.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -10,9 +10,9 @@ use crate::random::Random;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cas {
     /// A distinct value that the same server returned earlier in the script, counted back from the
-    /// latest; 1 if it has not returned so many.
+    /// latest; 1 if the server has returned too few.
     Recent(usize),
-    /// The greatest number, which no server has issued.
+    /// The greatest number, which no server issues.
     Greatest,
 }
 
@@ -25,8 +25,8 @@ pub enum Piece {
     Cas(Cas),
 }
 
-/// Bytes that stay together when a script is shrunk: one command with its data, or several that
-/// need each other.
+/// Bytes that stay together when a script is shrunk: a command with its data, or several commands
+/// that depend on each other.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Request {
     /// The parts, in order.
@@ -83,14 +83,14 @@ impl Display for Request {
     }
 }
 
-/// Where the bytes of a batch are cut into separate writes.
+/// The positions at which the bytes of a batch are cut into separate writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cuts {
-    /// One write.
+    /// No cuts: one write.
     None,
-    /// At up to 20 random positions, which this seed determines.
+    /// Up to 20 random positions, which this seed determines.
     Random(u64),
-    /// After each byte.
+    /// Each position.
     EachByte,
 }
 
@@ -119,13 +119,13 @@ impl Cuts {
 /// Requests that are sent on one connection before any reply is awaited.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Batch {
-    /// The number of the connection. It is opened when it is first used, and again after its end.
+    /// The number of the connection, which is opened at its first use, and reopened after its end.
     pub connection: usize,
     /// The requests, in order.
     pub requests: Vec<Request>,
-    /// How the bytes are split into writes.
+    /// The cuts between the writes.
     pub cuts: Cuts,
-    /// How the end of the replies is found.
+    /// The means to find the end of the replies.
     pub end: End,
 }
 
@@ -137,7 +137,7 @@ impl Batch {
     }
 }
 
-/// Batches that are sent one after the other. The replies of one are read before the next is sent.
+/// Batches that are sent in order. The replies to a batch are read before the next one is sent.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Script {
     /// The batches, in order.
@@ -167,7 +167,7 @@ impl Display for Script {
     }
 }
 
-/// A key, as a command names it.
+/// A key in the form of a command's word.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Key {
     /// The word in the command.
@@ -177,7 +177,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// A key that is its own word.
+    /// A key that is not encoded.
     #[must_use]
     pub fn plain(word: impl Into<Vec<u8>>) -> Self {
         Self { word: word.into(), is_base64: false }
@@ -189,9 +189,9 @@ impl Key {
         Self { word: word.into(), is_base64: true }
     }
 
-    /// The key that the same word is with the flag `b`, if this one has none, or without it.
+    /// The key of the same word with the flag `b` if this one has none, and without it otherwise.
     #[must_use]
-    pub fn misread(&self) -> Self {
+    pub fn with_other_encoding(&self) -> Self {
         Self { word: self.word.clone(), is_base64: !self.is_base64 }
     }
 

@@ -16,10 +16,10 @@ use rustix::process::Signal;
 
 use crate::connection::Connection;
 
-/// Attempts to start a server, each on another free port.
+/// Most attempts to start a server, each on another free port.
 const ATTEMPTS: usize = 10;
 
-/// A program that is a memcached server.
+/// A program that serves memcached's protocols.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Program {
     /// Debian's memcached.
@@ -28,23 +28,23 @@ pub enum Program {
     Aquifer,
 }
 
-/// How a server is started.
+/// The options with which a server is started.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The program.
     pub program: Program,
     /// The limit of memory, in MiB.
     pub memory_mib: u32,
-    /// Further arguments, which both programs have.
+    /// Further arguments, which both programs accept.
     pub arguments: Vec<String>,
-    /// Path of the socket instead of a port.
+    /// The path of a Unix socket, which replaces the port.
     pub socket_path: Option<PathBuf>,
     /// The file for standard error.
     pub log: Option<PathBuf>,
-    /// Variables of the environment.
+    /// Environment variables.
     pub environment: Vec<(String, String)>,
-    /// Whether memcached's threads that move items between its queues are off. While they refer
-    /// to an item, `decr` does not pad it.
+    /// Whether memcached's threads that move items between its queues are disabled. While they
+    /// refer to an item, `decr` does not pad it.
     pub is_deterministic: bool,
 }
 
@@ -88,7 +88,7 @@ impl Options {
         self
     }
 
-    /// Sets a variable of the environment.
+    /// Sets an environment variable.
     #[must_use]
     pub fn with_variable(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
@@ -146,10 +146,10 @@ impl Server {
     /// Starts a server and waits until it listens.
     ///
     /// # Panics
-    /// If it does not start.
+    /// If the server does not start.
     #[must_use]
     pub fn start(options: Options) -> Self {
-        // Another process may bind the free port first: then the server ends.
+        // Another process may bind the free port first. The server ends then.
         (0..ATTEMPTS)
             .find_map(|_| Self::try_start(&options))
             .unwrap_or_else(|| panic!("{:?} ended {ATTEMPTS} times while it started", options.command(0)))
@@ -169,7 +169,7 @@ impl Server {
         Some(server)
     }
 
-    /// How the server was started.
+    /// The options with which the server was started.
     #[must_use]
     pub fn options(&self) -> &Options {
         &self.options
@@ -194,22 +194,22 @@ impl Server {
     pub fn end_by(mut self, signal: Signal) -> bool {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).expect("the server runs");
-        self.child.wait().expect("it is a child of this process").success()
+        self.child.wait().expect("the process is a child of this one").success()
     }
 
-    /// Waits until the process has ended by itself. Returns whether it has succeeded.
+    /// Waits until the process ends by itself. Returns whether it has succeeded.
     ///
     /// # Panics
-    /// If it does not end.
+    /// If the process does not end.
     pub fn await_end(mut self) -> bool {
-        let end = || self.child.try_wait().expect("it is a child of this process");
+        let end = || self.child.try_wait().expect("the process is a child of this one");
         eventually("the server to end", end).success()
     }
 
     /// Sends a signal to the process and to its children.
     ///
     /// # Panics
-    /// If it cannot be sent.
+    /// If the signal cannot be sent to all of them.
     pub fn signal_all(&self, signal: Signal) {
         let pid = self.child.id();
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
@@ -244,7 +244,7 @@ impl Server {
     /// Opens a connection.
     ///
     /// # Panics
-    /// If the server does not accept it.
+    /// If the server does not accept the connection.
     #[must_use]
     pub fn connect(&self) -> Connection {
         self.try_connect(None).unwrap_or_else(|| panic!("{:?} refuses connections", self.options))
@@ -253,7 +253,7 @@ impl Server {
     /// Opens a connection with a receive buffer of about this size.
     ///
     /// # Panics
-    /// If the server does not accept it.
+    /// If the server does not accept the connection.
     #[must_use]
     pub fn connect_with_receive_buffer(&self, bytes: usize) -> Connection {
         self.try_connect(Some(bytes)).unwrap_or_else(|| panic!("{:?} refuses connections", self.options))
@@ -265,7 +265,7 @@ impl Server {
             None => {
                 let socket = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
                 if let Some(bytes) = receive_buffer {
-                    // Must be set before the connection is made.
+                    // The size must be set before the connection is made.
                     sockopt::set_socket_recv_buffer_size(&socket, bytes).expect("a buffer size");
                 }
                 let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, self.port);
@@ -274,7 +274,7 @@ impl Server {
                     Err(Errno::CONNREFUSED) => return None,
                     Err(error) => panic!("cannot connect to {address}: {error}"),
                 }
-                // The kernel may choose the same port for the client, which connects to itself.
+                // If the kernel chooses the same port for the client, it is connected to itself.
                 if getsockname(&socket) == Ok(address.into()) {
                     return None;
                 }
@@ -289,13 +289,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Fails if it has ended.
+        // Fails if the server has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Whether memcached is installed. If not, the test is reported as skipped, and must return.
+/// Whether memcached is installed. If not, reports the test as skipped; the caller must return.
 #[must_use]
 pub fn memcached_is_installed() -> bool {
     let output = Command::new("memcached").arg("--version").output();
@@ -308,5 +308,5 @@ pub fn memcached_is_installed() -> bool {
 
 fn free_port() -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port is free");
-    listener.local_addr().expect("it is bound").port()
+    listener.local_addr().expect("the listener is bound").port()
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::connection::Connection;
 
-/// What kind of text a statistic has.
+/// The kind of text of a statistic.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// A whole number.

@@ -4,27 +4,27 @@
 //! these cases:
 //!
 //! - Over 2 KiB without a newline close the connection, unless they begin with `get ` or `gets `.
-//!   Whether the server sees so many before the newline depends on its reads. All other lines are
-//!   shorter.
+//!   Whether the server receives over 2 KiB before the newline depends on its reads. All other
+//!   lines are shorter.
 //! - Some errors drop the replies that are not yet written: a `get` with a key that is too long,
-//!   and a line of HTTP. They follow `mn`, which writes all replies.
+//!   and a line of HTTP. Such requests follow `mn`, which writes all replies.
 //! - `incr`, `decr` and `ma` pad a number in place only while no unwritten reply refers to the
-//!   item. After meta commands they follow `mn`, too.
-//! - They take a number from 2^63 on for no number if there is a `-` in the memory behind it, and
-//!   search for a number behind a value of white space. There are no such values.
+//!   item. After meta commands they also follow `mn`.
+//! - `incr`, `decr` and `ma` reject a number of at least 2^63 if there is a `-` in the memory
+//!   behind it, and search for a number behind a value of white space. Scripts have no such values.
 //! - If the writing side is closed within a value, replies that are not yet written are dropped.
 //!   Batches that may end within a value are completed by empty lines.
 //! - A delayed `flush_all` makes memcached return items again that were flushed and not yet freed.
-//!   It follows a `get` of all keys, which frees them.
-//! - `ma` loses a new lifetime if the number becomes longer. With one, it only decrements.
-//! - An item with a key in base64 is returned with the plain key once memcached has replaced it to
-//!   append to it or to change its number, and if a get has created it. No such request has the
-//!   flag `b`.
+//!   The command follows a `get` of all keys, which frees the items.
+//! - `ma` loses a new lifetime if the number becomes longer. With a lifetime, it only decrements.
+//! - An item with a key in base64 is returned with the plain key once memcached has replaced the
+//!   item to append to it or to change its number, and if a get has created it. No such request has
+//!   the flag `b`.
 //! - Items with a short lifetime could expire between two commands. Lifetimes are 0, negative, or
 //!   at least 1000 s. Thresholds of recaching are far from all lifetimes.
-//! - Servers may order the cas values of different keys in other ways. For `ms` with `I` it matters
-//!   whether a value is lower than the item's: a lower one is always of the same item.
-//! - Flags that later versions of memcached define are not sent: `aquifer cache` may know them.
+//! - Servers may order the cas values of different keys differently. The effect of `ms` with `I`
+//!   depends on whether a value is lower than the item's: a lower value is always of the same item.
+//! - Flags that later versions of memcached define are not sent: `aquifer cache` may define them.
 //! - 0x80 as the first byte of a connection would select the binary protocol.
 
 pub mod large;
@@ -39,13 +39,13 @@ use crate::connection::End;
 use crate::random::Random;
 use crate::script::{Batch, Cuts, Key, Request, Script};
 
-/// Variable with the seeds to run instead of a test's own: one number, or `FIRST..END`.
+/// Environment variable with the seeds that replace those of the tests: a number, or `FIRST..END`.
 const SEEDS_VARIABLE: &str = "AQUIFER_CACHE_SEEDS";
 
-/// The seeds that the environment names, or else a test's own.
+/// The seeds of the environment variable, or else those of the test.
 ///
 /// # Panics
-/// If the variable is not what it must be.
+/// If the variable is neither a number nor a range.
 #[must_use]
 pub fn chosen_seeds(own: Range<u64>) -> Range<u64> {
     let Ok(given) = std::env::var(SEEDS_VARIABLE) else { return own };
@@ -71,15 +71,15 @@ pub enum Stream {
     Large,
 }
 
-/// Connections of one script.
+/// Number of connections of a script.
 const CONNECTIONS: usize = 3;
 /// The connection on which the final state is read.
 const LAST_CONNECTION: usize = CONNECTIONS;
-/// Up to this length, a batch may be sent byte by byte.
+/// Greatest length in bytes of a batch that may be sent byte by byte.
 const SINGLE_BYTES_MAX: usize = 200;
 
 impl Stream {
-    /// The script of a seed.
+    /// Generates the script of a seed.
     #[must_use]
     pub fn script(self, seed: u64) -> Script {
         // The streams use different numbers for the same seed.
@@ -119,7 +119,7 @@ impl Stream {
         }
         let requests = match self {
             Self::Large => 1,
-            // One command of the batch at a time is awaited, or several are pipelined.
+            // Either one command at a time is sent, or several are pipelined.
             _ if random.once_in(3) => 1,
             _ => random.between(2, 12),
         };
@@ -166,7 +166,7 @@ fn final_state(keys: &[Key]) -> Batch {
 mod tests {
     use super::*;
 
-    /// memcached closes a connection if a line is longer and its end has not arrived.
+    /// Length from which memcached closes the connection of an incomplete line, in bytes.
     const LINE_BYTES_MAX: usize = 2048;
 
     #[test]

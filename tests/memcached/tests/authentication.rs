@@ -7,12 +7,12 @@ use tempfile::NamedTempFile;
 
 use crate::{Servers, start_aquifer};
 
-/// Memory by which a server may grow.
+/// Most bytes by which the memory of a server may grow.
 const GROWTH_MAX: u64 = 16 << 20;
 const LOGIN: &[u8] = b"set x 0 0 9\r\nuser pass\r\n";
 
-/// Bytes that are sent one after the other on one connection, each answered by one line. Both
-/// servers must give the same lines.
+/// Lists of bytes that are sent in order on one connection, each answered by one line. Both servers
+/// must send equal lines.
 const STEPS: &[&[&str]] = &[
     &["version\r\n", "mn\r\n", "set x 0 0 9\r\nuser pass\r\n", "version\r\n", "set x 0 0 9\r\nuser pasx\r\n"],
     &["set x 0 0 9\r\nuser pasx\r\n", "version\r\n", "set x 0 0 9\r\nuser pass\r\n", "mn\r\n"],
@@ -40,12 +40,12 @@ const STEPS: &[&[&str]] = &[
 
 fn users() -> NamedTempFile {
     let mut file = NamedTempFile::new().expect("a file");
-    file.write_all(b"user:pass\nother:word\n").expect("it can be written");
+    file.write_all(b"user:pass\nother:word\n").expect("the file is writable");
     file
 }
 
 fn path(file: &NamedTempFile) -> &str {
-    file.path().to_str().expect("it is text")
+    file.path().to_str().expect("the bytes are text")
 }
 
 fn replies(server: &Server, steps: &[&str]) -> Vec<String> {
@@ -81,7 +81,7 @@ fn a_long_line_before_authentication_closes_the_connection() {
     }
 }
 
-/// Fails if the server has grown, or does not authenticate a new connection.
+/// Asserts that the server has not grown, and authenticates a new connection.
 fn assert_serves(server: &Server, resident_before: u64) {
     let grown = server.resident_bytes().saturating_sub(resident_before);
     assert!(grown <= GROWTH_MAX, "the server has grown by {grown} bytes");
@@ -92,7 +92,7 @@ fn assert_serves(server: &Server, resident_before: u64) {
 }
 
 #[test]
-fn a_token_that_is_announced_as_gigabytes_takes_no_memory() {
+fn a_token_that_is_announced_as_gigabytes_uses_no_memory() {
     let file = users();
     let server = start_aquifer(&["-Y", path(&file)]);
     let lengths = [
@@ -121,7 +121,7 @@ fn a_token_that_is_announced_as_gigabytes_takes_no_memory() {
 }
 
 #[test]
-fn empty_lines_before_authentication_take_no_memory() {
+fn empty_lines_before_authentication_use_no_memory() {
     let file = users();
     let server = start_aquifer(&["-Y", path(&file)]);
     let before = server.resident_bytes();

@@ -1,4 +1,4 @@
-//! Commands whose replies are easy to get wrong. `{251}` stands for 251 times `x`.
+//! Commands with replies that are easy to get wrong. `{251}` stands for 251 times `x`.
 
 /// Commands that are not followed by data.
 pub const LINES: &[&str] = &[
@@ -211,9 +211,9 @@ pub const STORAGE: &[&str] = &[
     "cas {251} 0 0 1 1\r\na\r\n",
 ];
 
-/// Values that `incr` takes for numbers or not.
+/// Values that may or may not be numbers for `incr`.
 pub const NUMBERS: &[&str] = &[
-    // memcached searches for a sign behind these: they come first, while the memory there is 0.
+    // memcached searches for a sign behind these, so they come first, while the memory there is 0.
     "9223372036854775807",
     "9223372036854775808",
     "18446744073709551614",
@@ -470,7 +470,7 @@ pub const META: &[&str] = &[
     "ms k 2 k c O1 P1 L1 f t v h l u F1 T2000 MS I R1 D1\r\nab\r\n",
 ];
 
-/// Commands after which the server closes the connection. They follow `mn`, because memcached may
+/// Commands after which the server closes the connection. Each follows `mn`, because memcached may
 /// drop replies that it has not written yet.
 pub const CLOSING: &[&str] = &[
     "quit\r\nmn\r\n",
@@ -481,7 +481,7 @@ pub const CLOSING: &[&str] = &[
     "HTTP/1.0\r\nmn\r\n",
 ];
 
-/// Ends of a stream within a command: nothing is stored.
+/// Streams that end within a command: nothing is stored.
 pub const UNFINISHED: &[&str] = &[
     "set k 0 0 3\r\n",
     "set k 0 0 3\r\nabc",

@@ -1,7 +1,8 @@
-//! Single commands whose replies are easy to get wrong. All differing cases are reported at once.
+//! Single commands with replies that are easy to get wrong. All differing cases are reported
+//! together.
 //!
-//! Before each case the key `k` has the value `10`, flags 5 and 1000 seconds to live, and `n` does
-//! not exist. After it, the keys are read. `{251}` stands for 251 times `x`.
+//! Before each case the key `k` has the value `10`, flags 5 and a lifetime of 1000 s, and `n` does
+//! not exist. After the case, the keys are read. `{251}` stands for 251 times `x`.
 
 use aquifer_tests_memcached::compare::find_difference;
 use aquifer_tests_memcached::escape::escape;
@@ -23,7 +24,7 @@ fn script(case: &str, end: End) -> Script {
     let keys = ["k", "n", "foo"].map(Key::plain).to_vec();
     let state: String = keys
         .iter()
-        .map(|key| String::from_utf8(key.meta_line("mg", "k s f t c v")).expect("it is text"))
+        .map(|key| String::from_utf8(key.meta_line("mg", "k s f t c v")).expect("the bytes are text"))
         .collect();
     Script { batches: vec![batch("set k 5 1000 2\r\n10\r\n"), case, batch(&state)], keys }
 }

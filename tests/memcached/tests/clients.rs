@@ -14,10 +14,10 @@ const PROTOCOLS: [&str; 2] = ["-a", "-b"];
 /// The fewest tests of pymemcache that need a server.
 const PYMEMCACHE_TESTS_MIN: usize = 90;
 
-/// The tests of memccapable, and whether they passed.
+/// Runs memccapable. Returns the names of its tests, and whether each has passed.
 fn memccapable(server: &Server, protocol: &str) -> BTreeMap<String, bool> {
     let output = Command::new("memccapable")
-        // Seconds to wait for a reply.
+        // `-t` is the timeout of a reply in seconds.
         .args(["-h", "127.0.0.1", "-p", &server.port().to_string(), "-t", "60", protocol])
         .output()
         .expect("memccapable can be started");
@@ -45,14 +45,15 @@ fn memccapable_passes_where_memcached_passes() {
     }
 }
 
-/// How many tests of pymemcache that need a server pass; the output if one fails.
+/// Runs the tests of pymemcache that need a server. Returns how many passed, or the output if one
+/// fails.
 fn pymemcache(server: &Server, tools: &Path) -> Result<usize, String> {
     let output = Command::new("python3")
         .args(["-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", "-q", "-m", "integration"])
         .args(["--server=127.0.0.1", &format!("--port={}", server.port()), "--rootdir"])
         .arg(tools)
         .arg("--ignore")
-        // These tests compress with a library of their own.
+        // These tests need a compression library.
         .arg(tools.join("pymemcache/test/test_compression.py"))
         .arg(tools.join("pymemcache/test"))
         .env("PYTHONPATH", tools)

@@ -1,17 +1,17 @@
-//! Servers that are one cache.
+//! Clusters of servers.
 
 use std::ops::Range;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use aquifer_tests_memcached::cluster::{Cluster, PATIENT};
+use aquifer_tests_memcached::cluster::{Cluster, LONG_PARTITION_TIMEOUT};
 use aquifer_tests_memcached::server::memcached_is_installed;
 use aquifer_tests_memcached::stream::chosen_seeds;
 use aquifer_tests_memcached::{Options, Pair, Program, Server, Stream, assert_equal};
 use rustix::process::Signal;
 
-/// Moves partitions to the servers in turn, until `stops`. Returns how many have moved.
-pub fn move_all_the_time(cluster: &Cluster, servers: usize, stops: &AtomicBool) -> usize {
+/// Moves partitions to the servers in turn, until `stops` is set. Returns how many have moved.
+pub fn move_until_stopped(cluster: &Cluster, servers: usize, stops: &AtomicBool) -> usize {
     let mut moved = 0;
     for turn in 0.. {
         if stops.load(Ordering::Relaxed) {
@@ -24,18 +24,19 @@ pub fn move_all_the_time(cluster: &Cluster, servers: usize, stops: &AtomicBool) 
     moved
 }
 
-/// Sends these seeds of each stream to memcached and to servers whose partitions move.
+/// Compares the replies of memcached with those of servers whose partitions move, for these seeds
+/// of each stream.
 fn compare_cluster(seeds: Range<u64>) {
     if !memcached_is_installed() {
         return;
     }
     let reference = Server::start(Options::new(Program::Memcached));
-    let cluster = Cluster::start(&PATIENT);
+    let cluster = Cluster::start(&LONG_PARTITION_TIMEOUT);
     let servers: Vec<Server> = (0..3).map(|_| cluster.add()).collect();
     cluster.wait_for_partitions();
     let stops = AtomicBool::new(false);
     let moved = std::thread::scope(|scope| {
-        let mover = scope.spawn(|| move_all_the_time(&cluster, 3, &stops));
+        let mover = scope.spawn(|| move_until_stopped(&cluster, 3, &stops));
         // The thread must end if a comparison fails.
         let compared = std::panic::catch_unwind(AssertUnwindSafe(|| {
             let seeds = chosen_seeds(seeds);
@@ -69,8 +70,8 @@ fn replies_of_a_cluster_are_equal_while_partitions_move() {
 }
 
 #[test]
-fn a_server_that_is_stopped_in_order_loses_nothing() {
-    let cluster = Cluster::start(&PATIENT);
+fn an_orderly_stop_of_a_server_loses_no_items() {
+    let cluster = Cluster::start(&LONG_PARTITION_TIMEOUT);
     let first = cluster.add();
     cluster.wait_for_partitions();
     let mut connection = first.connect();
@@ -79,7 +80,7 @@ fn a_server_that_is_stopped_in_order_loses_nothing() {
     }
     let second = cluster.add();
     cluster.wait_for("on 2 servers");
-    assert!(first.end_by(Signal::TERM), "it ends with success");
+    assert!(first.end_by(Signal::TERM), "the server ends with success");
     let mut connection = second.connect();
     for key in 0..500 {
         let expected = format!("VALUE key{key} 0 1\r\nx\r\nEND\r\n");
@@ -89,8 +90,8 @@ fn a_server_that_is_stopped_in_order_loses_nothing() {
 }
 
 #[test]
-fn the_only_server_has_its_items_again_after_a_restart() {
-    let mut cluster = Cluster::start(&PATIENT);
+fn the_only_server_keeps_its_items_over_a_restart() {
+    let mut cluster = Cluster::start(&LONG_PARTITION_TIMEOUT);
     cluster.start_daemon("keeper");
     for restart in 0..3 {
         let server = cluster.add();
@@ -102,9 +103,9 @@ fn the_only_server_has_its_items_again_after_a_restart() {
             assert_eq!(String::from_utf8_lossy(&found), expected, "restart {restart}");
             assert_eq!(connection.request(format!("set key{key} 0 0 1\r\nx\r\n")), b"STORED\r\n");
         }
-        assert!(server.end_by(Signal::TERM), "it ends with success");
+        assert!(server.end_by(Signal::TERM), "the server ends with success");
     }
-    // Nothing is known of what a killed server had in the making.
+    // The memory of a killed server may be inconsistent, so that it is not kept.
     let server = cluster.add();
     cluster.wait_for_partitions();
     let _killed = server.end_by(Signal::KILL);
@@ -115,7 +116,7 @@ fn the_only_server_has_its_items_again_after_a_restart() {
 
 #[test]
 fn operators_see_and_move_partitions() {
-    let cluster = Cluster::start(&PATIENT);
+    let cluster = Cluster::start(&LONG_PARTITION_TIMEOUT);
     let servers: Vec<Server> = (0..2).map(|_| cluster.add()).collect();
     cluster.wait_for_partitions();
     let text = |arguments: &[&str]| {
@@ -134,7 +135,7 @@ fn operators_see_and_move_partitions() {
     let (is_well, undone) = text(&["drain", "1", "--undo"]);
     assert!(is_well, "{undone}");
     let (is_well, moved) = text(&["move", "5", "1"]);
-    // The balancer may have moved it first.
+    // The balancer may have moved the partition first.
     assert!(
         is_well && (moved.contains("has moved from server 2 to 1") || moved.contains("already")),
         "{moved}"
@@ -146,12 +147,12 @@ fn operators_see_and_move_partitions() {
     let (_, json) = text(&["status", "--json"]);
     assert!(json.contains("\"requests_per_s\""), "{json}");
     drop(servers);
-    // Another cache in the same directory has servers of its own.
+    // Another cache in the same directory has its own servers.
     let (is_well, refused) = text(&["status", "--name", "other"]);
     assert!(!is_well && refused.contains("no server of a cache \"other\""), "{refused}");
 }
 
-/// The same, more often.
+/// Long versions of the tests, with many more seeds.
 mod long {
     #[test]
     fn many_replies_of_a_cluster_are_equal_while_partitions_move() {

@@ -1,4 +1,4 @@
-//! Descriptors that another user sends to the Unix socket of a server, and whose last close waits.
+//! Descriptors that another user sends to the Unix socket of a server, and whose last close blocks.
 
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
@@ -9,14 +9,14 @@ use std::process::{Child, Command, Stdio};
 use aquifer_tests_memcached::{Options, Program, Server};
 use rustix::process::Signal;
 
-/// The user that attacks.
+/// The user id of the attacker.
 const OTHER_USER: u32 = 65534;
-/// Has the server behave as on a kernel without `SO_PASSRIGHTS`.
+/// Environment variable with which the server behaves as on a kernel without `SO_PASSRIGHTS`.
 const WITHOUT_PASSRIGHTS: &str = "AQUIFER_TEST_NO_PASSRIGHTS";
 
-/// Sends TCP sockets that linger, in messages that the server receives and in some that it does
-/// not, on several connections. Prints how many were sent and how many were refused, and lives
-/// until its standard input ends.
+/// A program that sends lingering TCP sockets on several connections, in messages that the server
+/// receives and in messages that it does not. It prints how many were sent and how many were
+/// refused, and runs until its standard input ends.
 const ATTACK: &str = r#"
 import array, os, socket, struct, sys
 listener = socket.socket()
@@ -57,26 +57,26 @@ sys.stdin.read()
 os._exit(0)
 "#;
 
-/// Attacks a server, and returns the attacker, with how many descriptors it has sent and how many
-/// were refused.
+/// Starts an attack on a server. Returns the attacker, and the line with how many descriptors it
+/// has sent and how many were refused.
 fn attack(path: &str) -> (Child, String) {
     let mut command = Command::new("python3");
     command.args(["-c", ATTACK, path]).uid(OTHER_USER).gid(OTHER_USER);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut attacker = command.spawn().expect("python3 can be started");
     let mut line = String::new();
-    let output = attacker.stdout.take().expect("it is a pipe");
-    BufReader::new(output).read_line(&mut line).expect("it prints a line");
+    let output = attacker.stdout.take().expect("standard output is a pipe");
+    BufReader::new(output).read_line(&mut line).expect("the attacker prints a line");
     (attacker, line.trim().to_owned())
 }
 
 fn check(options: Options, expected: &str) {
     let folder = tempfile::tempdir().expect("a folder");
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("it is this user's");
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("the path belongs to this user");
     let path = folder.path().join("cache.sock");
     let server = Server::start(options.on_socket(&path).with(&["-a", "777"]));
     assert_eq!(server.connect().request("set a 0 0 1\r\nx\r\n"), b"STORED\r\n");
-    // The attacker closes its descriptors before the server gets them.
+    // The attacker closes its descriptors before the server receives them.
     server.signal_all(Signal::STOP);
     let (mut attacker, sent) = attack(path.to_str().expect("text"));
     server.signal_all(Signal::CONT);
@@ -93,9 +93,9 @@ fn check(options: Options, expected: &str) {
         connection.send(b"quit\r\n");
         assert_eq!(connection.receive(100), b"", "the connection is closed");
     }
-    assert!(server.end_by(Signal::TERM), "it ends with success");
+    assert!(server.end_by(Signal::TERM), "the server ends with success");
     drop(attacker.stdin.take().map(|mut input| input.write_all(b"end")));
-    attacker.wait().expect("it is a child of this process");
+    attacker.wait().expect("the process is a child of this one");
 }
 
 #[test]

@@ -19,7 +19,8 @@ fn compare_seeds(pair: Pair<'_>, stream: Stream, own_seeds: Range<u64>) {
     }
 }
 
-/// Without cas values, `flush_all` also deletes what is stored in the rest of the second.
+/// Removes all `flush_all`: without cas values it also deletes items that are stored later in the
+/// same second.
 fn remove_flushes(script: &mut Script) {
     for batch in &mut script.batches {
         batch.requests.retain(|request| !request.to_string().contains("flush_all"));
@@ -31,7 +32,7 @@ fn compare(stream: Stream, own_seeds: Range<u64>) {
     compare_seeds(servers.pair(), stream, own_seeds);
 }
 
-/// Two servers of Debian's memcached, and their arguments.
+/// Starts two servers of Debian's memcached with these arguments.
 fn two_memcacheds(arguments: [&[&str]; 2]) -> Option<[Server; 2]> {
     let start = |arguments: &[&str]| Server::start(Options::new(Program::Memcached).with(arguments));
     memcached_is_installed().then(|| arguments.map(start))
@@ -47,7 +48,7 @@ fn memcached_equals_itself() {
     compare_seeds(pair, Stream::Large, 0..2);
 }
 
-/// Compares memcached with one of other arguments, and returns the number of requests in the
+/// Compares memcached with a memcached of other arguments. Returns the number of requests in the
 /// script to which the first difference is shrunk.
 fn shrunk_requests(stream: Stream, arguments: &[&str]) -> Option<usize> {
     let [reference, candidate] = two_memcacheds([&[], arguments])?;
@@ -118,7 +119,7 @@ fn replies_on_a_socket_are_equal() {
     compare_seeds(Pair { reference: &reference, candidate: &candidate }, Stream::Mixed, 0..20);
 }
 
-/// The same with many more seeds.
+/// Long versions of the tests, with many more seeds.
 mod long {
     use super::*;
 

@@ -7,14 +7,14 @@ use aquifer_tests_memcached::{Connection, Server};
 
 use crate::Servers;
 
-/// Lifetime of the items.
+/// Lifetime of the items in seconds.
 const LIFETIME_S: u64 = 2;
-/// Servers count whole seconds.
-const LEAST: Duration = Duration::from_secs(LIFETIME_S - 1);
-/// A server whose clock does not run in time, on a loaded machine, gets further attempts.
+/// Shortest time until an item may expire: servers count whole seconds.
+const LIFETIME_MIN: Duration = Duration::from_secs(LIFETIME_S - 1);
+/// Most attempts with a server whose clock is late or early on a loaded machine.
 const ATTEMPTS: usize = 5;
 
-/// Tests both servers at the same time.
+/// Runs a test on both servers at the same time.
 fn for_each(servers: &Servers, test: impl Fn(&Server) + Sync) {
     std::thread::scope(|scope| {
         for server in servers.both() {
@@ -24,7 +24,7 @@ fn for_each(servers: &Servers, test: impl Fn(&Server) + Sync) {
     });
 }
 
-/// Commands that give the item `KEY` its lifetime, and their replies.
+/// Commands that set the lifetime of the item `KEY`, and their replies.
 fn commands(unix_time: u64) -> Vec<(String, &'static str)> {
     let stored = "set KEY 0 0 1\r\na\r\n";
     vec![
@@ -43,7 +43,7 @@ fn commands(unix_time: u64) -> Vec<(String, &'static str)> {
 }
 
 fn has(connection: &mut Connection, key: &str) -> bool {
-    // Neither the time of the last access nor the lifetime changes.
+    // The request changes neither the time of the last access nor the lifetime.
     match connection.request(format!("mg {key} u\r\n")).as_slice() {
         b"EN\r\n" => false,
         reply if reply.starts_with(b"HD") => true,
@@ -51,10 +51,10 @@ fn has(connection: &mut Connection, key: &str) -> bool {
     }
 }
 
-/// Whether no item expired too early. Fails if one does not expire.
+/// Waits until items have expired. Returns whether none has expired too early.
 fn expire_in_time(server: &Server, attempt: usize) -> bool {
     let mut connection = server.connect();
-    let unix_time = SystemTime::now().duration_since(UNIX_EPOCH).expect("it is after 1970").as_secs();
+    let unix_time = SystemTime::now().duration_since(UNIX_EPOCH).expect("the clock is after 1970").as_secs();
     let started = Instant::now();
     let mut waiting = Vec::new();
     for (number, (command, reply)) in commands(unix_time).into_iter().enumerate() {
@@ -66,7 +66,7 @@ fn expire_in_time(server: &Server, attempt: usize) -> bool {
     let mut in_time = true;
     for (key, command) in waiting {
         eventually(&command, || (!has(&mut connection, &key)).then_some(()));
-        in_time &= started.elapsed() >= LEAST;
+        in_time &= started.elapsed() >= LIFETIME_MIN;
         let stored = connection.request(format!("add {key} 0 0 1\r\nb\r\n"));
         assert_eq!(stored, b"STORED\r\n", "{command}: an expired item must not prevent add");
     }
@@ -78,7 +78,7 @@ fn items_expire_after_their_lifetime_and_not_before() {
     let Some(servers) = Servers::start(&[]) else { return };
     for_each(&servers, |server| {
         let in_time = (0..ATTEMPTS).any(|attempt| expire_in_time(server, attempt));
-        assert!(in_time, "{:?}: items expired within {LEAST:?}", server.options());
+        assert!(in_time, "{:?}: items expired within {LIFETIME_MIN:?}", server.options());
     });
 }
 
@@ -93,9 +93,9 @@ fn a_delayed_flush_deletes_all_items() {
             let replies = connection.request(format!("set {key} 0 0 1\r\na\r\nflush_all {LIFETIME_S}\r\n"));
             assert_eq!(replies, b"STORED\r\nOK\r\n");
             eventually("the flush", || (!has(&mut connection, &key)).then_some(()));
-            started.elapsed() >= LEAST
+            started.elapsed() >= LIFETIME_MIN
         });
-        assert!(in_time, "{:?}: items were flushed within {LEAST:?}", server.options());
+        assert!(in_time, "{:?}: items were flushed within {LIFETIME_MIN:?}", server.options());
     });
 }
 
@@ -106,7 +106,7 @@ fn the_remaining_lifetime_decreases() {
         let mut connection = server.connect();
         connection.request("set k 0 1000 1\r\na\r\n");
         let mut remaining = || {
-            let reply = String::from_utf8(connection.request("mg k t\r\n")).expect("it is text");
+            let reply = String::from_utf8(connection.request("mg k t\r\n")).expect("the bytes are text");
             let seconds: u64 = reply.trim().trim_start_matches("HD t").parse().expect("a number");
             seconds
         };

@@ -1,7 +1,7 @@
-//! Servers of one cache that are killed, while clients check what they read.
+//! Servers of a cluster that are killed, while clients check what they read.
 //!
-//! Before a kill the clients have stored all their keys, and the keys of the victim are listed. So
-//! it is known which keys may be missing afterwards.
+//! Before a kill the clients store all their keys, and the keys of the victim are listed. So the
+//! test knows which keys may be missing afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,26 +14,25 @@ use aquifer_tests_memcached::Server;
 use aquifer_tests_memcached::cluster::Cluster;
 use rustix::process::Signal;
 
-use crate::cluster::move_all_the_time;
+use crate::cluster::move_until_stopped;
 
 const KEYS: usize = 500;
 const SERVERS: usize = 3;
 const CLIENTS: usize = 2;
 
-/// What a client knows of a key of its own.
+/// The values that a client may find for one of its keys.
 #[derive(Clone, Debug, Default)]
 struct Known {
-    /// The number that was stored last for sure, and how many kills had ended before.
+    /// The number whose store was acknowledged last, and how many kills had ended before.
     stored: Option<(u64, usize)>,
-    /// Numbers of later sets whose outcome is not known.
-    perhaps: Vec<u64>,
+    /// Numbers of later sets whose outcome is unknown.
+    unknown: Vec<u64>,
 }
 
 /// The kills so far.
 #[derive(Debug, Default)]
 struct Kills {
-    /// For each kill, begun or ended, the keys that may be missing since; `None` if it is not known
-    /// which.
+    /// For each begun or ended kill the keys that may be missing since; `None` if they are unknown.
     lost: Vec<Option<BTreeSet<String>>>,
     ended: usize,
     /// The ports of the servers that are not killed.
@@ -47,8 +46,8 @@ struct Client<'a> {
     name: String,
     known: BTreeMap<usize, Known>,
     next: u64,
-    /// Reads of the server's clients that have ended because no server might answer, as seen last;
-    /// `None` if the server was not asked yet.
+    /// The statistic `partition_misses` of the connected server, as last read; `None` if it was not
+    /// read yet.
     unavailable: Option<u64>,
 }
 
@@ -82,7 +81,7 @@ impl<'a> Client<'a> {
         None
     }
 
-    /// Stores a number. Returns whether it is stored for sure.
+    /// Stores a number. Returns whether the store was acknowledged.
     fn set(&mut self, key: usize) -> bool {
         self.next += 1;
         let (number, ended) = (self.next, lock(self.kills).ended);
@@ -90,14 +89,14 @@ impl<'a> Client<'a> {
         let known = self.known.entry(key).or_default();
         match reply.as_deref() {
             Some("STORED\r\n") => {
-                *known = Known { stored: Some((number, ended)), perhaps: Vec::new() };
+                *known = Known { stored: Some((number, ended)), unknown: Vec::new() };
                 return true;
             }
             Some(error) => {
                 assert!(error.starts_with("SERVER_ERROR"), "{error}");
-                known.perhaps.push(number);
+                known.unknown.push(number);
             }
-            None => known.perhaps.push(number),
+            None => known.unknown.push(number),
         }
         false
     }
@@ -109,8 +108,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Whether reads have found nothing since the last call because no server might answer for
-    /// their partition. `None` if that is not known.
+    /// Whether any read has found nothing since the last call because no server could answer for
+    /// its partition. `None` if that is unknown.
     fn were_unavailable(&mut self) -> Option<bool> {
         let mut line = self.ask("stats\r\n")?;
         let mut count = None;
@@ -124,7 +123,7 @@ impl<'a> Client<'a> {
         self.unavailable.replace(count).map(|before| count > before)
     }
 
-    /// Whether a key may be missing that was stored when so many kills had ended.
+    /// Whether a key may be missing that was stored when `ended` kills had ended.
     fn may_be_lost(&self, name: &str, ended: usize) -> bool {
         let kills = lock(self.kills);
         kills.lost[ended..].iter().any(|lost| lost.as_ref().is_none_or(|names| names.contains(name)))
@@ -151,14 +150,14 @@ impl<'a> Client<'a> {
         }
         assert_eq!(line, format!("VALUE {name} 0 20\r\n"));
         let mut rest = [0; 20 + 2 + 5];
-        let stream = self.stream.as_mut().expect("it has answered");
+        let stream = self.stream.as_mut().expect("the server has answered");
         if stream.read_exact(&mut rest).is_err() {
             self.stream = None;
             return;
         }
         let number: u64 = std::str::from_utf8(&rest[..20]).expect("digits").parse().expect("digits");
         let is_right =
-            known.stored.is_some_and(|(stored, _)| stored == number) || known.perhaps.contains(&number);
+            known.stored.is_some_and(|(stored, _)| stored == number) || known.unknown.contains(&number);
         assert!(is_right, "{name} has {number}, but {known:?}");
     }
 
@@ -172,10 +171,10 @@ impl<'a> Client<'a> {
     }
 }
 
-/// The partitions of each server by its number, and whether one is being moved.
+/// The partitions of each server by its number, and whether any is being moved.
 fn partitions(cluster: &Cluster) -> (BTreeMap<u64, BTreeSet<u64>>, bool) {
     let output = cluster.operate(&["status", "--json"]);
-    let status: serde_json::Value = serde_json::from_slice(&output.stdout).expect("it is JSON");
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).expect("the status is JSON");
     let mut moves = false;
     let servers = status["servers"].as_array().expect("there are servers").iter().map(|server| {
         let partitions = server["partitions"].as_array().expect("a list").iter();
@@ -188,7 +187,7 @@ fn partitions(cluster: &Cluster) -> (BTreeMap<u64, BTreeSet<u64>>, bool) {
     (servers.collect(), moves)
 }
 
-/// The keys that a server has.
+/// The keys of the items of a server.
 fn keys(server: &Server) -> BTreeSet<String> {
     let dump = server.connect().request("lru_crawler metadump all\r\n");
     let dump = String::from_utf8(dump).expect("names of keys are text");
@@ -196,8 +195,8 @@ fn keys(server: &Server) -> BTreeSet<String> {
     dump.lines().filter_map(key).collect()
 }
 
-/// Kills a server while the clients go on, and starts another. Returns whether it is known which
-/// keys may be missing since.
+/// Kills a server while the clients continue, and starts another. Returns whether the keys that may
+/// be missing since are known.
 fn kill_one(
     cluster: &Cluster,
     clients: &[Mutex<Client<'_>>],
@@ -213,15 +212,15 @@ fn kill_one(
     let at = {
         let mut kills = lock(kills);
         kills.ports.retain(|port| *port != victim.port());
-        // Until it is known better.
+        // The lost keys are unknown until the kill has ended.
         kills.lost.push(None);
         kills.lost.len() - 1
     };
     drop(paused);
     let _killed = victim.end_by(Signal::KILL);
     let paused: Vec<_> = clients.iter().map(lock).collect();
-    // A partition that another server has no more may have been moved to the victim at the last
-    // moment.
+    // A partition that has left another server may have been moved to the victim just before the
+    // kill.
     let (after, _) = partitions(cluster);
     let stays = |(server, had): (&u64, &BTreeSet<u64>)| had.is_subset(&after[server]);
     let is_known = !is_moving && before.iter().filter(|(server, _)| after.contains_key(server)).all(stays);
@@ -272,14 +271,14 @@ fn kill_servers(count: usize) {
             if threads.iter().any(|client| client.is_finished()) {
                 break;
             }
-            let moves_enough = AtomicBool::new(false);
+            let stops_moves = AtomicBool::new(false);
             moved += std::thread::scope(|scope| {
-                let mover = scope.spawn(|| move_all_the_time(&cluster, SERVERS + kill, &moves_enough));
+                let mover = scope.spawn(|| move_until_stopped(&cluster, SERVERS + kill, &stops_moves));
                 let begun = lock(&clients[0]).next;
                 while lock(&clients[0]).next < begun + 100 && !threads[0].is_finished() {
                     std::thread::yield_now();
                 }
-                moves_enough.store(true, Ordering::Relaxed);
+                stops_moves.store(true, Ordering::Relaxed);
                 mover.join().expect("the mover does not panic")
             });
             known += usize::from(kill_one(&cluster, &clients, &kills, &mut servers, kill % SERVERS));
@@ -289,18 +288,18 @@ fn kill_servers(count: usize) {
         assert!(moved > 0, "no partition has moved");
         known
     });
-    assert!(known > 0, "of no kill it is known which keys may be missing");
+    assert!(known > 0, "the keys that may be missing are unknown for every kill");
     cluster.wait_for_partitions();
 }
 
 #[test]
-fn servers_are_killed_and_nothing_else_is_lost_or_stale() {
+fn a_kill_loses_only_the_items_of_the_killed_server() {
     kill_servers(4);
 }
 
 mod long {
     #[test]
-    fn many_servers_are_killed_and_nothing_else_is_lost_or_stale() {
+    fn many_kills_lose_only_the_items_of_the_killed_servers() {
         super::kill_servers(60);
     }
 }

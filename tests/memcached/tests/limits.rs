@@ -4,7 +4,7 @@ use aquifer_tests_memcached::Server;
 
 use crate::Servers;
 
-/// More than any value that is accepted in these tests.
+/// Length in bytes of a value that is refused in all tests.
 const TOO_LONG: usize = 5 << 20;
 
 /// Whether a value is accepted.
@@ -20,7 +20,7 @@ fn is_accepted(server: &Server, command: &str, length: usize) -> bool {
     }
 }
 
-/// The largest accepted length.
+/// Finds the largest accepted length.
 fn limit(server: &Server, command: &str) -> usize {
     let (mut accepted, mut refused) = (0, TOO_LONG);
     while refused - accepted > 1 {
@@ -51,12 +51,12 @@ fn assert_equal_limits(arguments: &[&str]) {
 }
 
 #[test]
-fn the_largest_value_is_that_of_memcached() {
+fn the_largest_value_is_as_in_memcached() {
     assert_equal_limits(&[]);
 }
 
 #[test]
-fn the_largest_value_without_cas_is_that_of_memcached() {
+fn the_largest_value_without_cas_is_as_in_memcached() {
     assert_equal_limits(&["-C"]);
 }
 

@@ -29,7 +29,7 @@ struct Servers {
 }
 
 impl Servers {
-    /// Starts both; `None` if memcached is not installed.
+    /// Starts both servers; `None` if memcached is not installed.
     fn start(arguments: &[&str]) -> Option<Self> {
         memcached_is_installed().then(|| Self {
             memcached: Server::start(Options::new(Program::Memcached).with(arguments)),

@@ -1,4 +1,4 @@
-//! What operators meet: options, files with secrets, the tools of memcached, and drained servers.
+//! Tests of operation: options, files with secrets, the tools of memcached, and drained servers.
 
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
@@ -8,13 +8,13 @@ use std::process::{Command, Output};
 
 use aquifer_tests_e2e::build;
 use aquifer_tests_memcached::Server;
-use aquifer_tests_memcached::cluster::{Cluster, PATIENT};
+use aquifer_tests_memcached::cluster::{Cluster, LONG_PARTITION_TIMEOUT};
 use aquifer_tests_support::skip;
 use rustix::process::Signal;
 
 use crate::{Servers, start_aquifer};
 
-/// Where Debian has the tool.
+/// The path of memcached-tool in Debian.
 const TOOL: &str = "/usr/share/memcached/scripts/memcached-tool";
 
 /// Runs `aquifer cache` until it ends by itself.
@@ -23,7 +23,7 @@ fn cache(arguments: &[&str]) -> Output {
     command.arg("cache").args(arguments).output().expect("the binary can be started")
 }
 
-/// Why `aquifer cache` does not start.
+/// Returns the error with which `aquifer cache` does not start.
 fn refusal(arguments: &[&str]) -> String {
     let output = cache(&[&["-p", "0"], arguments].concat());
     assert!(!output.status.success(), "{arguments:?}");
@@ -54,10 +54,10 @@ fn a_file_of_items_that_others_can_change_is_refused() {
     symlink(at("other"), at("link")).expect("the folder is writable");
     let refused = refusal(&["-p", "11999", "-e", &at("link")]);
     assert!(refused.contains("symbolic link"), "{refused}");
-    fs::set_permissions(at("other"), Permissions::from_mode(0o666)).expect("it is this user's");
+    fs::set_permissions(at("other"), Permissions::from_mode(0o666)).expect("the path belongs to this user");
     let refused = refusal(&["-p", "11999", "-e", &at("other")]);
     assert!(refused.contains("mode 666"), "{refused}");
-    assert_eq!(fs::read(at("other")).expect("it is there"), b"something");
+    assert_eq!(fs::read(at("other")).expect("the file exists"), b"something");
 }
 
 #[test]
@@ -66,15 +66,15 @@ fn a_file_of_users_that_others_can_read_is_refused() {
     let path = folder.path().join("users");
     fs::write(&path, "user:pass\n").expect("the folder is writable");
     for mode in [0o644, 0o604, 0o620] {
-        fs::set_permissions(&path, Permissions::from_mode(mode)).expect("it is this user's");
+        fs::set_permissions(&path, Permissions::from_mode(mode)).expect("the path belongs to this user");
         let refused = refusal(&["-p", "11999", "-Y", &path.display().to_string()]);
         assert!(refused.contains(&format!("mode {mode:o}")), "{refused}");
     }
-    fs::set_permissions(&path, Permissions::from_mode(0o640)).expect("it is this user's");
+    fs::set_permissions(&path, Permissions::from_mode(0o640)).expect("the path belongs to this user");
     drop(start_aquifer(&["-Y", &path.display().to_string()]));
 }
 
-/// The keys that a list of the command `lru_crawler metadump` names.
+/// The keys that `lru_crawler metadump` lists.
 fn listed(server: &Server) -> BTreeSet<String> {
     let mut connection = server.connect();
     connection.send(b"lru_crawler metadump all\r\n");
@@ -120,7 +120,7 @@ fn the_tool_of_memcached_lists_and_dumps_keys() {
         assert_eq!(server.connect().request("set a 0 0 1\r\nx\r\n"), b"STORED\r\n");
         let mut command = Command::new(TOOL);
         let output = command.arg(format!("127.0.0.1:{}", server.port())).arg(mode).output();
-        let text = String::from_utf8(output.expect("it can be started").stdout).expect("text");
+        let text = String::from_utf8(output.expect("the tool can be started").stdout).expect("text");
         assert!(text.contains(shown), "{mode}: {text}");
     }
 }
@@ -133,13 +133,13 @@ fn the_file_of_options_of_debian_is_read() {
     let server = start_aquifer(&["--memcached-conf", path.to_str().expect("text")]);
     let settings = String::from_utf8(server.connect().request("stats settings\r\n")).expect("text");
     assert!(settings.contains("STAT cas_enabled no\r\n"), "{settings}");
-    // The command line counts more than the file.
+    // The command line overrides the file.
     assert!(settings.contains(&format!("STAT maxbytes {}\r\n", 64 << 20)), "{settings}");
 }
 
 #[test]
-fn the_last_server_takes_all_partitions_although_it_drains() {
-    let cluster = Cluster::start(&PATIENT);
+fn the_last_server_claims_all_partitions_although_it_drains() {
+    let cluster = Cluster::start(&LONG_PARTITION_TIMEOUT);
     let first = cluster.add();
     cluster.wait_for_partitions();
     let second = cluster.add();

@@ -1,4 +1,4 @@
-//! Items that have no room on the server, and are in the memory of a cluster.
+//! Items that do not fit in the memory of the server, and are stored in the pool of a cluster.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use aquifer_tests_e2e::eventually::eventually;
 use aquifer_tests_e2e::{build, processes};
-use aquifer_tests_memcached::cluster::PATIENT;
+use aquifer_tests_memcached::cluster::LONG_PARTITION_TIMEOUT;
 use aquifer_tests_memcached::{Options, Program, Server};
 
-/// A client that knows the values of numbered keys.
+/// A client that sets and checks the values of numbered keys.
 struct Client(BufReader<TcpStream>);
 
 impl Client {
@@ -48,7 +48,7 @@ impl Client {
         }
     }
 
-    /// Reads keys, and returns how many are there. Those must have their values.
+    /// Reads keys, and returns how many are found. Those must have their values.
     fn count(&mut self, keys: impl Iterator<Item = usize>) -> usize {
         let mut found = 0;
         for key in keys {
@@ -83,7 +83,7 @@ impl Client {
 }
 
 #[test]
-fn items_overflow_into_the_memory_of_nodes_and_come_back() {
+fn items_overflow_into_the_memory_of_nodes_and_are_fetched() {
     let cluster = aquifer_tests_e2e::Cluster::up(1, "512M");
     let agent = cluster.agent_socket().display().to_string();
     let mut options = Options::new(Program::Aquifer).with(&["--pool", "256M", "--agent", &agent]);
@@ -95,24 +95,24 @@ fn items_overflow_into_the_memory_of_nodes_and_come_back() {
         client.set(0..keys);
         (client.statistic("pool_items") > 30_000).then_some(())
     });
-    // What the pool does not return within a moment is a miss, and may come the next time.
+    // An item that the pool does not return in time is a miss, and may be found the next time.
     let asked = keys / 13;
-    eventually("most items to come back", || {
+    eventually("most items to be found", || {
         (client.count((0..keys).step_by(13).take(asked)) > asked / 2).then_some(())
     });
     assert!(client.statistic("pool_hits") > 1000);
-    // The node ends: what it had is missing, and nothing else.
+    // The node ends: only its items are missing.
     processes::kill(cluster.daemon("node", Some(1)));
     let found = client.count((0..keys).step_by(17));
-    assert!(found > 0, "what is on the server is still there");
+    assert!(found > 0, "the items in the memory of the server are found");
     client.set(0..100);
     assert_eq!(client.count(0..100), 100);
     drop(server);
 }
 
-/// The ports of servers 1 and 2, by the output of `aquifer cache status --json`, if both have a
-/// share of the partitions. Servers are numbered as they join, which may be another order than that
-/// of their starts.
+/// The ports of servers 1 and 2, from the output of `aquifer cache status --json`, if both have a
+/// share of the partitions. Servers are numbered as they join, which may differ from the order of
+/// their starts.
 fn shared_ports(output: &Output) -> Option<[u16; 2]> {
     let status: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
     let [first, second] = &status["servers"].as_array()?[..] else { return None };
@@ -130,8 +130,8 @@ fn partitions_with_items_in_the_pool_move() {
     let state = cluster.state().display().to_string();
     let start = || {
         let of_cache = ["--directory", "embedded", "--state", &state];
-        // The agent is that of the state folder.
-        let options = Options::new(Program::Aquifer).with(&["--pool", "128M"]).with(&PATIENT);
+        // The server uses the agent of the state folder.
+        let options = Options::new(Program::Aquifer).with(&["--pool", "128M"]).with(&LONG_PARTITION_TIMEOUT);
         let mut options = options.with(&of_cache);
         options.memory_mib = 16;
         Server::start(options)
@@ -153,7 +153,7 @@ fn partitions_with_items_in_the_pool_move() {
         let in_pool = clients.each_mut().map(|client| client.statistic("pool_items"));
         in_pool.iter().all(|items| *items > 5000).then_some(())
     });
-    // All partitions go to the second server, with what the first one has in its memory.
+    // All partitions move to the second server, with the items in the memory of the first one.
     let drained = operate(&["drain", "1"]);
     assert!(drained.status.success(), "{drained:?}");
     let found = clients[0].count((0..keys).step_by(11));
@@ -161,7 +161,7 @@ fn partitions_with_items_in_the_pool_move() {
     eventually("the first server to have nothing in the pool", || {
         (clients[0].statistic("pool_bytes") == 0).then_some(())
     });
-    // They come back, and what is set meanwhile is what is read.
+    // The partitions move back, and reads find the values that are set meanwhile.
     clients[1].set(0..keys / 2);
     assert!(operate(&["drain", "1", "--undo"]).status.success());
     let drained = operate(&["drain", "2"]);

@@ -1,4 +1,4 @@
-//! Items that outlive an orderly stop, with `-e`.
+//! Restarts of a server whose items outlive an orderly stop, with `-e`.
 
 use aquifer_tests_memcached::{Options, Program, Server};
 use rustix::process::Signal;
@@ -34,14 +34,14 @@ fn items_outlive_an_orderly_stop() {
                 assert_eq!(connection.request(request), b"STORED\r\n");
             }
         } else {
-            assert!(items(&server) == expected, "the items are others after a restart");
+            assert!(items(&server) == expected, "the items differ after a restart");
         }
         // A new item has a cas number that no item had before.
         let request = format!("ms key-{} 1 c\r\nx\r\n", signal.as_raw());
         assert!(connection.request(request).starts_with(b"HD c"));
         let left = connection.request("mg key-7 t\r\n");
         let left = std::str::from_utf8(&left).ok().and_then(|reply| reply.strip_prefix("HD t"));
-        let left: u32 = left.and_then(|seconds| seconds.trim_end().parse().ok()).expect("it expires");
+        let left: u32 = left.and_then(|seconds| seconds.trim_end().parse().ok()).expect("the item expires");
         assert!((4000..=5000).contains(&left), "{left} s are left of 5000");
         expected = items(&server);
         assert!(server.end_by(signal));
@@ -49,7 +49,7 @@ fn items_outlive_an_orderly_stop() {
     let server = start_aquifer(&["-e", file]);
     assert!(items(&server) == expected);
     assert!(!server.end_by(Signal::KILL));
-    assert!(is_empty(&start_aquifer(&["-e", file])), "what a killed server has left is not used");
+    assert!(is_empty(&start_aquifer(&["-e", file])), "the items of a killed server are not used");
 }
 
 #[test]
@@ -60,7 +60,11 @@ fn a_server_whose_file_was_shortened_ends_with_a_message() {
     let options = Options::new(Program::Aquifer).with(&["-e", file.to_str().expect("the name is text")]);
     let server = Server::start(options.with_log(&log));
     assert_eq!(server.connect().request("set key 0 0 1\r\nx\r\n"), b"STORED\r\n");
-    std::fs::File::options().write(true).open(&file).and_then(|file| file.set_len(0)).expect("it is ours");
+    std::fs::File::options()
+        .write(true)
+        .open(&file)
+        .and_then(|file| file.set_len(0))
+        .expect("the file is writable");
     server.connect().send(b"get key\r\n");
     assert!(!server.await_end());
     let said = std::fs::read_to_string(&log).expect("the log can be read");

@@ -1,4 +1,4 @@
-//! Items that need the room of others.
+//! Items for which others must be evicted or overwritten.
 
 use std::thread;
 
@@ -35,7 +35,7 @@ fn long_items_find_room_among_short_ones() {
                     let request = [line.as_bytes(), value, b"\r\n"].concat();
                     assert_eq!(connection.request(request), b"STORED\r\n");
                     let found = connection.request(format!("get {key}\r\n"));
-                    // Another writer may have needed the room meanwhile.
+                    // The item may have been evicted for another writer meanwhile.
                     assert!(found == b"END\r\n" || found.len() > LONG_BYTES, "{}", found.len());
                 }
             });
@@ -54,7 +54,7 @@ fn an_item_that_is_larger_than_the_memory_is_refused() {
     for bytes in [3 << 20, 1 << 20] {
         let line = format!("set long 0 0 {bytes}\r\n");
         let request = [line.as_bytes(), &vec![b'l'; bytes], b"\r\n"].concat();
-        // The first one never has room. The second one may have, when all others are gone.
+        // The first item never fits. The second one may fit when all others are evicted.
         let reply = connection.request(request);
         let is_refused = reply == b"SERVER_ERROR out of memory storing object\r\n";
         assert!(is_refused || bytes < 2 << 20 && reply == b"STORED\r\n", "{}", reply.escape_ascii());
@@ -86,19 +86,19 @@ fn each_command_is_refused_if_nothing_may_be_evicted() {
         let reply = connection.request(command);
         assert!(reply.starts_with(b"SERVER_ERROR out of memory"), "{command}: {}", reply.escape_ascii());
     }
-    // Commands that need no memory work, and make room.
+    // Commands that need no memory succeed, and free memory.
     assert_eq!(connection.request("delete k0\r\n"), b"DELETED\r\n");
     assert_eq!(connection.request(long), b"STORED\r\n");
     assert_eq!(connection.request("incr n 1\r\n"), b"2\r\n");
 }
 
 #[test]
-fn without_evictions_what_is_overwritten_makes_room() {
+fn without_evictions_overwritten_items_make_room() {
     let server = start_aquifer(&["-M"]);
     let mut connection = server.connect();
     for round in 0..4 {
         for batch in (0..40_000_u32).step_by(200) {
-            // In another order each time, so that all runs have something in use.
+            // Each round has another order, so that all runs have items in use.
             let requests: String = (batch..batch + 200)
                 .map(|key| key.wrapping_mul(7919 + 2 * round) % 40_000)
                 .map(|key| format!("set key{key} 0 0 1000\r\n{round:01000}\r\n"))

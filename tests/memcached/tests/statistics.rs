@@ -8,7 +8,7 @@ use aquifer_tests_memcached::{Options, Program, Server};
 
 use crate::{Servers, start_aquifer};
 
-/// Statistics of memcached that another server need not have, by the start of their names.
+/// Statistics that only memcached has, by the start of their names, with the reason.
 const SPECIFIC: [(&str, &str); 16] = [
     ("read_buf_", "pools of buffers of memcached's threads"),
     ("response_obj_", "pools of replies of memcached's threads"),
@@ -51,11 +51,11 @@ const SETTINGS: [&str; 19] = [
     "idle_timeout",
 ];
 
-/// What `memcached-tool display` reads of each class.
+/// Statistics of each class that `memcached-tool display` reads.
 const ITEMS: [&str; 5] = ["number", "age", "evicted", "evicted_time", "outofmemory"];
 const SLABS: [&str; 4] = ["chunk_size", "total_pages", "total_chunks", "used_chunks"];
 
-/// A memcached with all its statistics, and `aquifer cache`. Both have one item.
+/// Starts a memcached with all its statistics, and `aquifer cache`. Both have one item.
 fn servers_with_an_item() -> Option<[Server; 2]> {
     memcached_is_installed().then(|| {
         let memcached = Server::start(Options::new(Program::Memcached).with_background_threads());
@@ -67,14 +67,14 @@ fn servers_with_an_item() -> Option<[Server; 2]> {
     })
 }
 
-/// Names with numbers instead of the classes and connections: `items:#:number`.
+/// Replaces the numbers of classes and connections in names by `#`, as in `items:#:number`.
 fn without_numbers(stats: BTreeMap<String, Kind>) -> BTreeMap<String, Kind> {
     let word = |word: &str| if word.parse::<u64>().is_ok() { "#".to_owned() } else { word.to_owned() };
     let name = |name: &str| name.split(':').map(word).collect::<Vec<String>>().join(":");
     stats.into_iter().map(|(full, kind)| (name(&full), kind)).collect()
 }
 
-/// Fails with all names that are absent or of another kind.
+/// Asserts that all names are present and of the kind that memcached has.
 fn assert_has(command: &str, names: impl IntoIterator<Item = String>) {
     let Some(servers) = servers_with_an_item() else { return };
     let [expected, actual] =
@@ -123,7 +123,7 @@ fn statistics_by_prefix_can_be_read() {
     for server in servers.both() {
         let mut connection = server.connect();
         let on = connection.request("stats detail on\r\n");
-        // A server need not support them.
+        // A server need not support statistics by prefix.
         assert!(on == b"OK\r\n" || on.starts_with(b"SERVER_ERROR "), "{}", on.escape_ascii());
         connection.request("set prefix:1 0 0 1\r\na\r\n");
         let dump = connection.request("stats detail dump\r\n");
@@ -137,7 +137,7 @@ fn statistics_by_prefix_can_be_read() {
     }
 }
 
-/// A workload of which each counter is known.
+/// A workload that changes each counter of [`COUNTERS`].
 const WORKLOAD: &str = concat!(
     "set a 0 0 1\r\n1\r\nset b 0 0 1\r\nx\r\nadd a 0 0 1\r\nx\r\nget a b missing\r\n",
     "incr a 1\r\nincr missing 1\r\ndecr a 1\r\ndecr missing 1\r\ntouch a 0\r\ntouch missing 0\r\n",

@@ -17,7 +17,7 @@ use crate::start_aquifer;
 
 type Client = BufReader<StreamOwned<ClientConnection, TcpStream>>;
 
-/// Writes a certificate that is its own signer, and its key; returns whether that was possible.
+/// Writes a self-signed certificate and its key; returns false if openssl is not installed.
 fn write_certificate(folder: &Path) -> bool {
     let mut command = Command::new("openssl");
     command.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]);
@@ -39,7 +39,9 @@ fn write_certificate(folder: &Path) -> bool {
 
 fn connect(server: &Server, chain: &Path) -> Client {
     let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_file(chain).expect("a certificate")).expect("it is valid");
+    roots
+        .add(CertificateDer::from_pem_file(chain).expect("a certificate"))
+        .expect("the certificate is valid");
     let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
     let name = ServerName::from(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST));
     let connection = ClientConnection::new(Arc::new(config), name).expect("the options are valid");
@@ -83,12 +85,12 @@ fn requests_and_long_replies_are_encrypted() {
         assert!(found[..value.len()] == value);
         assert_eq!(line(&mut client), "END\r\n");
     }
-    // The request after a long value comes in the same record as the value's end.
+    // The request after a long value arrives in the same record as the value's end.
     let requests = [&request[..], b"get a\r\n"].concat();
     other.get_mut().write_all(&requests).expect("the server reads");
     let replies: Vec<_> = (0..4).map(|_| line(&mut other)).collect();
     assert_eq!(replies, ["STORED\r\n", "VALUE a 0 1\r\n", "x\r\n", "END\r\n"]);
-    // A client that does not encrypt learns nothing, and is disconnected.
+    // A client that does not encrypt receives no value, and is disconnected.
     let mut plain = TcpStream::connect((Ipv4Addr::LOCALHOST, server.port())).expect("the server listens");
     plain.write_all(b"get a\r\n").expect("the server reads");
     let mut reply = Vec::new();
@@ -97,7 +99,7 @@ fn requests_and_long_replies_are_encrypted() {
     assert!(!reply.windows(5).any(|part| part == b"VALUE"), "{}", reply.escape_ascii());
 }
 
-/// Starts a server that fails, and returns why.
+/// Starts a server with files that it must refuse, and returns the error.
 fn refusal(chain: &Path, key: &Path) -> String {
     let files = format!("ssl_chain_cert={},ssl_key={}", chain.display(), key.display());
     let mut command = Command::new(aquifer_tests_e2e::build::binary());
@@ -108,7 +110,7 @@ fn refusal(chain: &Path, key: &Path) -> String {
 }
 
 #[test]
-fn a_key_is_used_whichever_label_it_has_and_errors_name_the_file_of_the_key() {
+fn a_key_is_used_with_any_label_and_errors_name_the_file_of_the_key() {
     let folder = tempfile::tempdir().expect("a folder can be made");
     if !write_certificate(folder.path()) {
         return;

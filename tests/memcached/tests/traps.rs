@@ -1,4 +1,5 @@
-//! What once made a server hang, grow or end: long lines, slow clients, clients that do not read.
+//! Requests that have made a server hang, grow or end: long lines, slow clients, clients that do
+//! not read.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,9 +10,9 @@ use aquifer_tests_memcached::{Batch, Connection, End, Request, Script, Server, a
 use crate::{Servers, start_aquifer};
 
 const MIB: u64 = 1 << 20;
-/// Receive buffer of a client that reads slowly: the server cannot write all of its replies.
+/// Receive buffer in bytes of a client that reads slowly: the server cannot write all its replies.
 const SMALL_BUFFER: usize = 4096;
-/// Connections that are used while one is slow, so that there are several on each thread.
+/// Connections that are used while one is slow, so that each thread has several.
 const OTHERS: usize = 4;
 
 fn script(batches: &[&[u8]]) -> Script {
@@ -37,7 +38,7 @@ fn receive_value(connection: &mut Connection, key: &str, value: &[u8]) {
     assert!(data == [value, b"\r\nEND\r\n"].concat(), "the value has changed");
 }
 
-/// Uses other connections for a while.
+/// Asserts that other connections are served, in `rounds` rounds.
 fn assert_others_are_served(server: &Server, rounds: usize) {
     let mut others: Vec<Connection> = (0..OTHERS).map(|_| server.connect()).collect();
     for round in 0..rounds {
@@ -54,9 +55,10 @@ fn assert_growth(server: &Server, resident_before: u64, most: u64) {
     assert!(grown <= most, "the server has grown by {} MiB", grown / MIB);
 }
 
-/// What follows `quit` is not read; without care the kernel would drop what was not yet received.
+/// Requests after `quit` are not read. If the server closed the socket at once, the kernel would
+/// drop replies that the client has not received.
 #[test]
-fn replies_before_a_quit_arrive_whatever_follows_it() {
+fn replies_before_a_quit_arrive_although_requests_follow_it() {
     let server = start_aquifer(&[]);
     let value = value(300_000);
     set(&server, "large", &value);
@@ -101,7 +103,7 @@ fn a_line_of_spaces_is_an_error() {
 }
 
 #[test]
-fn a_million_opaques_that_are_too_long_take_no_memory() {
+fn a_million_opaques_that_are_too_long_use_no_memory() {
     const LINES: usize = 100_000;
     const ROUNDS: usize = 10;
     let server = start_aquifer(&[]);
@@ -145,7 +147,7 @@ fn one_of_two_clients_with_the_same_cas_value_wins() {
         let run = |name: u8| {
             let mut connection = server.connect();
             for _ in 0..ROUNDS {
-                let reply = String::from_utf8(connection.request("gets k\r\n")).expect("it is text");
+                let reply = String::from_utf8(connection.request("gets k\r\n")).expect("the bytes are text");
                 let cas = reply.lines().next().and_then(|line| line.rsplit(' ').next()).expect("a cas value");
                 let request = format!("cas k 0 0 1 {cas}\r\n{name}\r\n");
                 barrier.wait();
@@ -180,7 +182,7 @@ fn a_reader_that_stalls_in_a_value_does_not_stop_others() {
         assert_eq!(line, b"VALUE k 0 1000000\r\n");
         let (first, second) = value.split_at(value.len() / 2);
         assert!(slow.receive_exactly(first.len()) == first, "the value has changed");
-        // The value that is being sent is replaced.
+        // The value is replaced while it is being sent.
         assert_others_are_served(server, 50);
         set(server, "k", b"another");
         let end = [second, b"\r\nEND\r\n"].concat();
@@ -192,7 +194,7 @@ fn a_reader_that_stalls_in_a_value_does_not_stop_others() {
 }
 
 #[test]
-fn replies_that_are_not_read_take_no_memory() {
+fn replies_that_are_not_read_use_no_memory() {
     const GETS: usize = 1000;
     let server = start_aquifer(&[]);
     let value = value(100_000);
@@ -241,7 +243,7 @@ fn a_value_that_arrives_slowly_does_not_stop_others() {
             let expected = format!("VALUE other 0 4\r\n{number:04}\r\nEND\r\n").into_bytes();
             other.request(format!("set other 0 0 4\r\n{number:04}\r\n"));
             assert_eq!(other.request("get other\r\n"), expected);
-            // What has arrived of the value is not visible.
+            // The received part of the value is not visible.
             assert_eq!(other.request("get slow\r\n"), b"END\r\n");
         }
         assert_eq!(slow.request("\r\n"), b"STORED\r\n");

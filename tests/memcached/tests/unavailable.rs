@@ -1,4 +1,4 @@
-//! Servers of a cluster that are stopped, and a directory that is.
+//! Stopped servers of a cluster, and a stopped directory.
 
 use std::time::{Duration, Instant};
 
@@ -9,9 +9,9 @@ use aquifer_tests_memcached::{Server, stats};
 use rustix::process::Signal;
 
 const KEYS: usize = 100;
-/// A server that was stopped for less time still has its lease.
-const LEASE_LASTS: Duration = Duration::from_secs(1);
-/// How often a server is stopped until it was for less time, on a busy machine.
+/// Longest stop of a server after which its lease is certainly valid.
+const LEASE_VALID_TIME: Duration = Duration::from_secs(1);
+/// Most attempts to stop a server for less than [`LEASE_VALID_TIME`] on a busy machine.
 const ATTEMPTS: usize = 50;
 
 fn set(connection: &mut Connection, key: usize, value: &str) -> String {
@@ -40,7 +40,7 @@ fn count(connection: &mut Connection, name: &str) -> u64 {
 }
 
 /// Stops a server, and sends requests for all keys through another one. Returns the keys whose
-/// items were not found meanwhile, and the replies to sets of the others; `None` if the server was
+/// items were not found meanwhile, after checking that sets of them fail; `None` if the server was
 /// stopped for so long that it may have lost its lease.
 fn with_stopped(server: &Server, through: &mut Connection) -> Option<Vec<usize>> {
     let began = Instant::now();
@@ -53,21 +53,21 @@ fn with_stopped(server: &Server, through: &mut Connection) -> Option<Vec<usize>>
     let missing: Vec<usize> = (0..KEYS).filter(is_missing).collect();
     let replies: Vec<String> = missing.iter().map(|key| set(through, *key, "failed")).collect();
     server.signal_all(Signal::CONT);
-    let lasts = began.elapsed() < LEASE_LASTS;
-    lasts.then(|| {
+    let has_lease = began.elapsed() < LEASE_VALID_TIME;
+    has_lease.then(|| {
         assert!(replies.iter().all(|reply| reply.starts_with("SERVER_ERROR ")), "{replies:?}");
         missing
     })
 }
 
 #[test]
-fn a_stopped_server_costs_its_keys_and_no_others() {
+fn a_stopped_server_makes_only_its_keys_unavailable() {
     let cluster = Cluster::start(&[]);
     let servers: Vec<Server> = (0..2).map(|_| cluster.add()).collect();
     cluster.wait_for("on 2 servers");
     cluster.wait_for_partitions();
     for partition in 0..32 {
-        // The balancer may move them, too.
+        // The balancer may also move them.
         let _moved = cluster.operate(&["move", &partition.to_string(), "2"]);
     }
     let mut connection = servers[0].connect();
@@ -77,7 +77,7 @@ fn a_stopped_server_costs_its_keys_and_no_others() {
         assert!(!missing.is_empty() && missing.len() < KEYS, "{} keys are missing", missing.len());
         assert!(count(&mut connection, "partition_misses") >= missing.len() as u64);
         assert!(count(&mut connection, "partition_errors") >= missing.len() as u64);
-        // Sets that have failed are not done when the server continues, and all items are there.
+        // Sets that have failed are not executed when the server continues, and all items exist.
         for key in 0..KEYS {
             for server in &servers {
                 let mut connection = server.connect();
@@ -90,7 +90,7 @@ fn a_stopped_server_costs_its_keys_and_no_others() {
         }
         return;
     }
-    panic!("the server was always stopped for longer than its lease may last");
+    panic!("each stop of the server exceeded the time for which its lease is certainly valid");
 }
 
 #[test]

@@ -13,7 +13,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/base/metrics",
     "crates/base/report",
     "crates/base/secure-channel",
-    "crates/cache/cache",
     "crates/cache/cache-cluster",
     "crates/cli/aquifer",
     "crates/daemons/agent",
@@ -30,7 +29,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/pool/extents",
     "crates/pool/pool",
     "crates/program/attach",
-    "tests/memcached",
     "tests/sim",
 ];
 

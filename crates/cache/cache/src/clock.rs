@@ -1,16 +1,18 @@
-//! Seconds since the cache started, and how clients say when an item expires.
+//! The clock of the cache, in seconds since its start, and the expiry times of clients.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::time::ClockId;
 
-/// A time relative to now of more than 30 days is a time since 1970.
+/// Longest expiry that is relative to now, in seconds: 30 days. A greater one is a time since
+/// 1970.
 const RELATIVE_MAX_S: i64 = 60 * 60 * 24 * 30;
-/// The second in which the cache starts. An item that expires in second 1 has expired.
+/// The second in which the cache starts.
 const FIRST_S: u32 = 2;
+/// The expiry second of an item that has already expired.
 const EXPIRED_S: u32 = 1;
 
-/// Counts seconds.
+/// A clock that counts seconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     started_monotonic_s: i64,
@@ -28,11 +30,11 @@ impl Clock {
         }
     }
 
-    /// A clock that goes on from a second of an earlier one, which was this second since 1970.
+    /// Continues an earlier clock, which has shown `now_s` at second `unix_s` since 1970.
     #[must_use]
     pub fn resume(now_s: u32, unix_s: i64) -> Self {
         let mut clock = Self::start();
-        // The time in between has passed for items, too, unless the system's clock was set back.
+        // The time since then has passed for items, too, unless the system's clock was set back.
         let passed_s = (clock.started_unix_s + i64::from(FIRST_S) - unix_s).max(0);
         let seconds = i64::from(now_s) + passed_s - i64::from(FIRST_S);
         clock.started_monotonic_s -= seconds;
@@ -46,13 +48,14 @@ impl Clock {
         u32::try_from(monotonic_s() - self.started_monotonic_s).unwrap_or(u32::MAX)
     }
 
-    /// The current time since 1970, in seconds.
+    /// The second since 1970 that corresponds to `now_s`.
     #[must_use]
     pub fn unix_s(&self, now_s: u32) -> i64 {
         self.started_unix_s + i64::from(now_s)
     }
 
-    /// The second in which an item expires, or 0 if it does not, from what a client says.
+    /// Converts the expiry of a client to the second in which the item expires, or to 0 if it does
+    /// not expire.
     #[must_use]
     pub fn expires_s(&self, exptime: i32, now_s: u32) -> u32 {
         let exptime = i64::from(exptime);
@@ -70,8 +73,8 @@ impl Clock {
     }
 }
 
-/// The time since the start of the machine, in microseconds, with the time in which the machine was
-/// suspended.
+/// The time since the start of the machine, in microseconds, including the time in which the
+/// machine was suspended.
 #[must_use]
 pub fn boot_us() -> u64 {
     let now = rustix::time::clock_gettime(ClockId::Boottime);
@@ -87,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_goes_on() {
+    fn a_clock_continues_an_earlier_one() {
         let unix = Clock::start();
         let unix_s = unix.unix_s(unix.now_s());
         let clock = Clock::resume(1000, unix_s - 50);

@@ -1,7 +1,7 @@
 //! Requests and replies of a connection.
 //!
-//! A [`Session`] is the state of a connection between requests. It takes the bytes that have
-//! arrived and does what the first request in them asks for. It knows no sockets.
+//! A [`Session`] is the state of a connection between requests. [`Session::step`] executes the
+//! first request in the received bytes. A session knows no sockets.
 
 mod authentication;
 mod binary;
@@ -19,7 +19,7 @@ pub mod unavailable;
 use std::sync::atomic::AtomicU32;
 
 use self::elsewhere::{Entry, EntryEnd, Scatter, Task};
-use metadump::DumpPlace;
+use metadump::DumpPosition;
 pub use replies::Replies;
 pub use stats::ServerReport;
 pub use text::PROTOCOL_VERSION;
@@ -35,50 +35,49 @@ use crate::tokens::Tokens;
 mutations! {
     /// Checks of requests that their fuzz target leaves out on purpose.
     pub enum Mutation {
-        /// The end of a value is not looked at.
+        /// The end of a value is not checked.
         AcceptAnyEnd,
     }
 }
 
-/// A line without its end that is longer than this ends the connection, unless it may be a `get`
+/// Longest incomplete line in bytes. A longer one ends the connection, unless it may be a `get`
 /// with many keys.
 const LINE_MAX: usize = 2048;
-/// A `get` that is longer than this ends the connection.
+/// Longest line of a `get` in bytes. A longer one ends the connection.
 const GET_LINE_MAX: usize = 8 << 20;
-/// Spaces at the start of a long `get`.
+/// Most spaces at the start of a long `get`.
 const LEADING_SPACES_MAX: usize = 100;
-/// Most bytes of replies that are gathered before they are sent, without the last reply.
+/// Bytes of replies at which a turn executes no more requests until the replies are sent.
 pub const REPLIES_MAX: usize = 256 << 10;
 
-/// What became of the first bytes of the input.
+/// The result of one step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
-    /// So many bytes were used; more may follow.
+    /// The number of used bytes; more requests may follow.
     Used(usize),
     /// The request is not complete: it has at least this many bytes.
     Incomplete(usize),
-    /// The request is to be tried again. Nothing was done.
+    /// The request must be retried. Nothing was changed.
     Again(Until),
-    /// The request is for a key whose partition is not here. It has so many bytes, and nothing was
-    /// done.
+    /// The request is for a key whose partition is not on this server. Nothing was changed.
     Elsewhere {
         /// The partition.
         partition: usize,
         /// Bytes of the request.
         len: usize,
     },
-    /// The request concerns other servers, too: see [`Session::pop_scatter`].
+    /// The request also concerns other servers: see [`Session::pop_scatter`].
     Scatter,
-    /// The connection is to be closed when its replies are sent.
+    /// The connection must be closed once its replies are sent.
     Close,
 }
 
-/// What the sessions of a server share.
+/// The state that the sessions of a server share.
 #[derive(Debug)]
 pub struct Service {
-    /// What clients must know to be served, if anything.
+    /// The tokens of which a client must show one, if clients must authenticate.
     pub tokens: Option<Tokens>,
-    /// The protocol of all connections, or none if the first byte shows it.
+    /// The protocol of all connections, or none if the first byte of each determines it.
     pub protocol: Option<Protocol>,
     /// Whether clients may flush all items.
     pub flush_is_enabled: bool,
@@ -86,35 +85,35 @@ pub struct Service {
     pub dump_is_enabled: bool,
     /// Whether clients may stop the server.
     pub shutdown_is_enabled: bool,
-    /// How much the server logs; clients can change it.
+    /// The verbosity of the log, which clients can change.
     pub verbosity: AtomicU32,
-    /// Statistics.
+    /// The statistics and control of the server.
     pub report: Box<dyn ServerReport>,
 }
 
-/// What a session needs during a turn of its thread.
+/// The state that a session uses during a turn of its thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'p> {
     /// The items.
     pub access: Access<'p>,
-    /// What sessions share.
+    /// The state that sessions share.
     pub service: &'p Service,
 }
 
 /// The state of a connection between requests.
 #[derive(Debug, Default)]
 pub struct Session {
-    /// Bytes of a refused value that are still to come.
-    swallows: usize,
-    /// Where a `get` goes on, in its line.
-    get_at: usize,
-    /// The position at which a list of keys resumes.
-    dump: Option<DumpPlace>,
-    /// Bytes of a line without an end that were looked at.
-    looked_at: usize,
+    /// Bytes of a refused value that are not yet received and must be skipped.
+    skip_bytes: usize,
+    /// The offset in its line at which a `get` continues, or 0.
+    get_offset: usize,
+    /// The position at which a list of keys continues.
+    dump: Option<DumpPosition>,
+    /// Bytes of an incomplete line that were searched for its end.
+    searched_bytes: usize,
     /// Whether the client has shown a token.
     is_authenticated: bool,
-    /// The protocol, once the first byte has shown it.
+    /// The protocol, once the first byte has determined it.
     protocol: Option<Protocol>,
     /// A request that the last step has divided.
     scatter: Option<Box<Scatter>>,
@@ -135,25 +134,25 @@ impl Protocol {
     }
 }
 
-/// What became of a command that flushes all items.
+/// The result of a command that flushes all items.
 enum Flushed {
-    /// Clients may not.
+    /// Clients are not allowed to flush.
     Refused,
-    /// It is done.
+    /// All partitions were flushed.
     Done,
-    /// It is left to do on other servers.
+    /// Other servers must flush these partitions.
     Elsewhere(Vec<Entry>),
 }
 
 impl Context<'_> {
-    /// Notes what another server says of a partition that is not here.
+    /// Notes the place of a partition that another server has answered.
     pub fn learn(&self, partition: usize, place: Place) {
         if let Some(partition) = self.access.store.partitions().get(partition) {
             partition.learn(place);
         }
     }
 
-    /// Flushes all items, now or at a time that a client says.
+    /// Flushes all items now, or schedules the flush for the time of a client.
     fn flush_all(&self, exptime: i32) -> Flushed {
         self.access.counters.cmd_flush.add(1);
         if !self.service.flush_is_enabled {
@@ -162,7 +161,7 @@ impl Context<'_> {
         let task = if exptime <= 0 {
             Task::Flush(0)
         } else {
-            // A time that has passed takes back an earlier command, and flushes nothing.
+            // A time that has passed cancels an earlier command, and flushes nothing.
             match self.access.expires_s(exptime).saturating_sub(self.access.now_s) {
                 0 => Task::CancelFlush,
                 seconds => Task::Flush(seconds),
@@ -180,7 +179,7 @@ impl Context<'_> {
 }
 
 impl Session {
-    /// A session of a peer that has proven itself, and that speaks this protocol.
+    /// A session for a request that an authenticated peer has forwarded.
     fn trusted(protocol: Protocol) -> Self {
         Self { is_authenticated: true, protocol: Some(protocol), ..Self::default() }
     }
@@ -188,22 +187,22 @@ impl Session {
     /// Whether the next byte begins a request.
     #[must_use]
     pub fn is_at_request(&self) -> bool {
-        self.swallows == 0 && self.get_at == 0 && self.dump.is_none()
+        self.skip_bytes == 0 && self.get_offset == 0 && self.dump.is_none()
     }
 
-    /// The protocol, once the first byte has shown it.
+    /// The protocol; [`Protocol::Text`] before the first byte.
     #[must_use]
     pub fn protocol(&self) -> Protocol {
         self.protocol.unwrap_or(Protocol::Text)
     }
 
-    /// Does what the first request in `input` asks for. `input` is not empty.
+    /// Executes the first request in `input`, which must not be empty.
     #[inline]
     pub fn step<'p>(&mut self, input: &'p [u8], context: &Context<'p>, out: &mut Replies<'p>) -> Step {
-        if self.swallows > 0 {
-            let swallowed = self.swallows.min(input.len());
-            self.swallows -= swallowed;
-            return Step::Used(swallowed);
+        if self.skip_bytes > 0 {
+            let skipped = self.skip_bytes.min(input.len());
+            self.skip_bytes -= skipped;
+            return Step::Used(skipped);
         }
         if out.len() >= REPLIES_MAX {
             return Step::Again(Until::NextTurn);
@@ -219,18 +218,18 @@ impl Session {
         if protocol == Protocol::Binary {
             return self.binary(input, context, out);
         }
-        let Some(newline) = memchr::memchr(b'\n', &input[self.looked_at..]) else {
+        let Some(newline) = memchr::memchr(b'\n', &input[self.searched_bytes..]) else {
             return self.incomplete_line(input);
         };
-        let newline = self.looked_at + newline;
+        let newline = self.searched_bytes + newline;
         let step = self.line(input, newline, context, out);
-        // A request that is tried again has the same line, whose end is found again at once.
-        self.looked_at = if matches!(step, Step::Used(_)) { 0 } else { newline };
+        // A request that is retried has the same line, whose end is found at once.
+        self.searched_bytes = if matches!(step, Step::Used(_)) { 0 } else { newline };
         step
     }
 
     fn incomplete_line(&mut self, input: &[u8]) -> Step {
-        self.looked_at = input.len();
+        self.searched_bytes = input.len();
         if input.len() > LINE_MAX {
             let spaces = input.iter().take_while(|byte| **byte == b' ').count();
             let text = &input[spaces..];

@@ -1,4 +1,4 @@
-//! Counters of a thread. Each thread writes its own, so that counting shares no cache line.
+//! Counters of a thread. Each thread has its own, so that threads share no cache line.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,7 +30,7 @@ macro_rules! counters {
             $($(#[$about])* pub $name: Counter,)*
             /// Requests for the keys of each partition.
             requests: Box<[Counter]>,
-            /// Times of hits that needed no item of the pool. Measured if there is a pool.
+            /// Latencies of hits that needed no item of the pool. Measured if there is a pool.
             pub local_times: LatencyHistogram,
         }
 
@@ -46,7 +46,7 @@ macro_rules! counters {
                 $(self.$name = self.$name.wrapping_add(counters.$name.get());)*
             }
 
-            /// What was counted since earlier sums.
+            /// The differences from earlier sums.
             #[must_use]
             pub fn since(&self, earlier: &Self) -> Self {
                 Self { $($name: self.$name.wrapping_sub(earlier.$name),)* }
@@ -71,7 +71,7 @@ impl Counters {
         }
     }
 
-    /// How many requests there were for the keys of a partition.
+    /// The number of requests for the keys of a partition.
     #[must_use]
     pub fn requests(&self, partition: usize) -> u64 {
         self.requests.get(partition).map_or(0, Counter::get)
@@ -79,15 +79,15 @@ impl Counters {
 }
 
 counters! {
-    /// Keys that clients asked for and got.
+    /// Keys that clients read and whose item was found.
     get_hits,
-    /// Of these, keys whose request has waited for items of the pool.
+    /// Hits of requests that have waited for items of the pool.
     fetched_hits,
-    /// Keys that clients asked for and that are missing.
+    /// Keys that clients read and whose item is missing.
     get_misses,
-    /// Of these, keys whose item had expired.
+    /// Misses of keys whose item had expired.
     get_expired,
-    /// Of these, keys whose item was flushed.
+    /// Misses of keys whose item was flushed.
     get_flushed,
     /// Storage commands.
     cmd_set,
@@ -95,9 +95,9 @@ counters! {
     total_items,
     /// Commands `touch`, `gat` and `gats`, for each key.
     cmd_touch,
-    /// Of these, items that were found.
+    /// Touched items.
     touch_hits,
-    /// Of these, keys that are missing.
+    /// Keys to touch that are missing.
     touch_misses,
     /// Commands `flush_all`.
     cmd_flush,
@@ -123,7 +123,7 @@ counters! {
     cas_badval,
     /// Attempts to authenticate.
     auth_cmds,
-    /// Of these, those that failed.
+    /// Attempts to authenticate that failed.
     auth_errors,
     /// Items refused because they are too large.
     store_too_large,
@@ -133,11 +133,11 @@ counters! {
     bytes_read,
     /// Bytes sent to clients.
     bytes_written,
-    /// Keys that were read as missing because no server might answer for their partition.
+    /// Keys that were read as missing because no server may answer for their partition.
     partition_misses,
-    /// Commands that have failed because no server might answer for a partition.
+    /// Commands that have failed because no server may answer for a partition.
     partition_errors,
-    /// Connections that had to wait for others after many commands.
+    /// Turns that ended at the limit of requests of a connection.
     conn_yields,
     /// Connections closed because they were idle.
     idle_kicks,

@@ -1,6 +1,6 @@
 //! `aquifer cache`: a server that speaks memcached's protocols.
 //!
-//! [`store`] has the items and [`operations`] what can be done with them. [`protocol`] has words
+//! [`store`] has the items, and [`operations`] has the operations on them. [`protocol`] has words
 //! and numbers, [`commands`] reads requests and writes replies, and [`server`] has the connections.
 
 pub mod clock;

@@ -1,4 +1,4 @@
-//! The operations of memcached on items, which all protocols share.
+//! memcached's operations on items, for all protocols.
 
 use crate::clock::Clock;
 use crate::counters::Counters;
@@ -9,7 +9,7 @@ use crate::store::partition::{Absent, Cas, Change, Put};
 use crate::store::presence::Presence;
 use crate::store::{Key, Refusal, ShortValue, Store, Until};
 
-/// Bytes that memcached's item has beside key, flags and value: what `-I` limits.
+/// Bytes of memcached's item other than key, flags and value. They count for the limit `-I`.
 const ITEM_OVERHEAD: usize = 51;
 const CAS_BYTES: usize = 8;
 const CLIENT_FLAGS_BYTES: usize = 4;
@@ -19,9 +19,9 @@ const CLIENT_FLAGS_BYTES: usize = 4;
 pub struct Access<'p> {
     /// The items.
     pub store: &'p Store,
-    /// Keeps items valid during the turn.
+    /// The pin that keeps items valid during the turn.
     pub pin: &'p Pin<'p>,
-    /// Time.
+    /// The clock of the server.
     pub clock: &'p Clock,
     /// The second of this turn.
     pub now_s: u32,
@@ -45,8 +45,8 @@ impl<'p> Access<'p> {
         self.pin.serves_until_us() != 0
     }
 
-    /// Where a partition is for this turn: those of a server that may serve nothing are as if they
-    /// were about to leave.
+    /// The presence of a partition for this turn. Partitions of a server that may serve nothing are
+    /// treated as if they were about to leave.
     #[must_use]
     pub fn presence(&self, partition: usize) -> Presence {
         match self.store.partitions()[partition].presence() {
@@ -56,10 +56,10 @@ impl<'p> Access<'p> {
     }
 }
 
-/// What a storage command does with an item that exists, or that does not.
+/// The condition of a storage command, and how the value is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StoreMode {
-    /// Stores.
+    /// Stores in any case.
     Set,
     /// Stores if the item is missing.
     Add,
@@ -73,7 +73,7 @@ pub enum StoreMode {
     Prepend,
 }
 
-/// What to store.
+/// A value to store, with its fields.
 #[derive(Clone, Copy, Debug)]
 pub struct NewValue<'p> {
     /// The client's flags.
@@ -86,7 +86,7 @@ pub struct NewValue<'p> {
     pub new_cas: Cas,
     /// Whether the key is binary.
     pub has_binary_key: bool,
-    /// Whether a value that is older than the item's replaces it, as a stale one.
+    /// Whether a command with a lower cas number than the item's stores its value, marked stale.
     pub invalidates: bool,
     /// The expiry of an item that `append` or `prepend` creates, if they do.
     pub vivify_expires_s: Option<u32>,
@@ -94,14 +94,14 @@ pub struct NewValue<'p> {
     pub value: &'p [u8],
 }
 
-/// The outcome of a storage command.
+/// The result of a storage command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
     /// The item was stored.
     Stored {
-        /// Its cas number.
+        /// The cas number of the item.
         cas: u64,
-        /// The length of its value.
+        /// The length of the stored value.
         value_len: usize,
     },
     /// The condition of the command was not met.
@@ -112,7 +112,7 @@ pub enum Stored {
     NotFound,
 }
 
-/// The outcome of a deletion.
+/// The result of a deletion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Deleted {
     /// The item was deleted, or invalidated.
@@ -123,10 +123,10 @@ pub enum Deleted {
     Exists,
 }
 
-/// How a counter is changed.
+/// A change of a counter.
 #[derive(Clone, Copy, Debug)]
 pub struct Delta {
-    /// Whether the number is added, or subtracted.
+    /// Whether the number is added; otherwise it is subtracted.
     pub is_increment: bool,
     /// The number.
     pub delta: u64,
@@ -134,15 +134,15 @@ pub struct Delta {
     pub cas: u64,
     /// The cas number that the item gets.
     pub new_cas: Cas,
-    /// The second in which the item then expires, if that changes.
+    /// The new second in which the item expires, if it changes.
     pub expires_s: Option<u32>,
-    /// The value and expiry of a counter that is missing, if it is to be created.
+    /// The value and expiry of a missing counter, if it is created.
     pub initial: Option<(u64, u32)>,
     /// Whether the key is binary.
     pub has_binary_key: bool,
 }
 
-/// The outcome of changing a counter.
+/// The result of a change of a counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Counted {
     /// The counter has this value now.
@@ -151,9 +151,9 @@ pub enum Counted {
         number: u64,
         /// The item's cas number.
         cas: u64,
-        /// When it expired before the change; 0 if it did not, or was created.
+        /// The second in which the item expired before the change; 0 if none, or if it was created.
         expired_s: u32,
-        /// Whether it was created.
+        /// Whether the counter was created.
         is_new: bool,
     },
     /// The value is not a number.
@@ -164,18 +164,18 @@ pub enum Counted {
     Exists,
 }
 
-/// How a deletion is done.
+/// The options of a deletion.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Deletion {
     /// The cas number that the item must have.
     pub cas: Option<u64>,
-    /// Keeps the item, as a stale one.
+    /// Keeps the item, and marks it stale.
     pub invalidates: bool,
     /// Keeps the item without its value.
     pub removes_value: bool,
-    /// The second in which an item that is kept expires, if that changes.
+    /// The new second in which a kept item expires, if it changes.
     pub expires_s: Option<u32>,
-    /// The cas number of an item that is kept.
+    /// The cas number of a kept item.
     pub new_cas: Option<u64>,
 }
 
@@ -187,14 +187,14 @@ impl<'p> Access<'p> {
             .map_or(0, |place| self.now_s.saturating_sub(self.store.stored_s(self.pin, key.hash, place)))
     }
 
-    /// Whether an item is not too large.
+    /// Whether an item is within the size limit.
     #[inline]
     #[must_use]
     pub fn fits(&self, key_len: usize, client_flags: u32, value_len: usize) -> bool {
         self.item_size(key_len, client_flags, value_len) <= self.item_size_max
     }
 
-    /// The longest value of which it is certain that it is not too large.
+    /// The longest value that is within the size limit with any key and flags.
     #[must_use]
     pub fn value_max(&self) -> usize {
         self.item_size_max.saturating_sub(self.item_size(KEY_MAX, 1, 0))
@@ -219,7 +219,7 @@ impl<'p> Access<'p> {
     /// Reads an item, and counts the read.
     ///
     /// # Errors
-    /// If its partition is not here.
+    /// If the partition is not on this server, or if the item is being fetched from the pool.
     #[inline]
     pub fn get(&self, key: Key<'_>) -> Result<Option<Item<'p>>, Refusal> {
         let found = self.store.look_up(self.pin, key, self.now_s, true);
@@ -251,15 +251,17 @@ impl<'p> Access<'p> {
         }
     }
 
-    /// Sets when an item expires; returns the item as it was.
+    /// Sets the second in which an item expires; returns the item as it was before.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// A [`Refusal`].
     pub fn touch(&self, key: Key<'_>, expires_s: u32) -> Result<Option<Item<'p>>, Refusal> {
         let mut touched = None;
         self.store.update(self.pin, key, self.now_s, |item| {
             touched = item.copied();
-            item.map_or(Change::Keep, |item| Change::Put(Put { expires_s, is_fetched: true, ..same(item) }))
+            item.map_or(Change::Keep, |item| {
+                Change::Put(Put { expires_s, is_fetched: true, ..unchanged(item) })
+            })
         })?;
         self.count_request(key);
         self.counters.cmd_touch.add(1);
@@ -271,7 +273,7 @@ impl<'p> Access<'p> {
     /// Stores a value.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// A [`Refusal`].
     pub fn store(&self, mode: StoreMode, key: Key<'_>, new: &NewValue<'p>) -> Result<Stored, Refusal> {
         let mut outcome = Stored::NotStored;
         let replaces = mode == StoreMode::Set;
@@ -301,7 +303,7 @@ impl<'p> Access<'p> {
     }
 
     fn store_over(&self, mode: StoreMode, item: &Item<'p>, new: &NewValue<'p>) -> (Stored, Change<'p>) {
-        // Without cas numbers there is nothing to compare.
+        // Without cas numbers the command's number is ignored.
         let cas = if self.store.has_cas() { new.cas } else { 0 };
         let matches = cas == item.header.cas;
         match mode {
@@ -331,7 +333,7 @@ impl<'p> Access<'p> {
                     } else {
                         States::NONE
                     };
-                    put(Put { states, cas: new.new_cas, is_fetched: false, value, ..same(item) })
+                    put(Put { states, cas: new.new_cas, is_fetched: false, value, ..unchanged(item) })
                 }
             }
         }
@@ -340,7 +342,7 @@ impl<'p> Access<'p> {
     /// Deletes an item.
     ///
     /// # Errors
-    /// If there is no memory for an item that is kept.
+    /// A [`Refusal`].
     pub fn delete(&self, key: Key<'_>, how: &Deletion) -> Result<Deleted, Refusal> {
         let mut outcome = Deleted::NotFound;
         self.store.update(self.pin, key, self.now_s, |item| {
@@ -353,7 +355,7 @@ impl<'p> Access<'p> {
             if !how.invalidates && !how.removes_value {
                 return Change::Remove;
             }
-            let mut kept = same(item);
+            let mut kept = unchanged(item);
             kept.cas = how.new_cas.map_or(Cas::Next, Cas::Exactly);
             if how.removes_value {
                 kept.value = [b"", b""];
@@ -377,7 +379,7 @@ impl<'p> Access<'p> {
     /// Changes a counter.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// A [`Refusal`].
     pub fn count(&self, key: Key<'_>, how: &Delta) -> Result<Counted, Refusal> {
         let mut outcome = Counted::NotFound;
         let cas = self.store.update_short(self.pin, key, self.now_s, |item, digits| {
@@ -408,15 +410,15 @@ impl<'p> Access<'p> {
     /// Deletes an item whose replacement is too large, so that clients do not read the old value.
     ///
     /// # Errors
-    /// If its partition is not here.
+    /// If the partition is not on this server, or if the update must be retried.
     pub fn delete_outdated(&self, key: Key<'_>) -> Result<(), Refusal> {
         self.store.update_or_replace(self.pin, key, self.now_s, true, |_| Change::Remove).map(drop)
     }
 }
 
-/// An item as it is, to be stored with changes.
+/// A put that stores an item unchanged. Callers override the fields that change.
 #[must_use]
-pub fn same<'p>(item: &Item<'p>) -> Put<'p> {
+pub fn unchanged<'p>(item: &Item<'p>) -> Put<'p> {
     Put {
         client_flags: item.header.client_flags,
         expires_s: item.header.expires_s,
@@ -467,13 +469,13 @@ fn count_item<'d>(item: &Item<'d>, how: &Delta, digits: &'d mut ShortValue) -> (
     let expired_s = item.header.expires_s;
     let outcome = Counted::Value { number, cas: 0, expired_s, is_new: false };
     let len = write_digits(number, digits);
-    // A number that becomes shorter keeps its length, as clients of memcached may expect.
+    // The text of a number that becomes shorter is padded to its length, as in memcached.
     let padding = item.value.len().saturating_sub(len).min(SPACES.len());
     let mut put = Put {
         cas: how.new_cas,
         expires_s: how.expires_s.unwrap_or(expired_s),
         value: [&digits[..len], &SPACES[..padding]],
-        ..same(item)
+        ..unchanged(item)
     };
     if len > item.value.len() {
         // In memcached a number that becomes longer is a new item.
@@ -497,7 +499,7 @@ fn count_new<'d>(how: &Delta, digits: &'d mut ShortValue) -> (Counted, Change<'d
     (Counted::Value { number, cas: 0, expired_s: 0, is_new: true }, Change::Put(put))
 }
 
-/// A counter may have as many leading zeros, or spaces after it, as a run of the log holds.
+/// Padding for a counter with many leading zeros or trailing spaces, as long as a run of the log.
 static SPACES: [u8; crate::store::slot::RUN_BYTES] = [b' '; crate::store::slot::RUN_BYTES];
 
 fn write_digits(number: u64, digits: &mut ShortValue) -> usize {

@@ -1,7 +1,7 @@
 //! The words, numbers and frames of memcached's protocols.
 //!
-//! This module knows neither items nor connections. What the protocol's documents leave open is as
-//! memcached 1.6.18 has it.
+//! This module knows neither items nor connections. Where the documents of the protocols leave a
+//! choice, it follows memcached 1.6.18.
 
 pub mod base64;
 pub mod binary;

@@ -1,7 +1,7 @@
 //! The server: listening sockets, threads, and their connections.
 //!
-//! A thread accepts connections and deals them to worker threads. A worker receives from all of its
-//! connections that are ready, does what they ask for, and then sends all replies.
+//! A thread accepts connections and distributes them to worker threads. A worker receives from all
+//! of its connections that are ready, executes their requests, and then sends all replies.
 
 mod acceptor;
 mod connection;
@@ -48,23 +48,23 @@ use worker::Worker;
 pub struct ServerOptions {
     /// Sockets that listen.
     pub listeners: Vec<Listener>,
-    /// The items.
+    /// The options of the store.
     pub store: StoreOptions,
     /// Most connections at a time.
     pub connections_max: usize,
-    /// The file of the items, which outlives the server; or none.
+    /// The file in which the items outlive the server, or none.
     pub memory_file: Option<PathBuf>,
     /// Largest item, in bytes as memcached counts them.
     pub item_size_max: usize,
-    /// Requests of a connection after which others are served; 0 for as many as have arrived.
+    /// Requests of a connection after which other connections are served; 0 for no limit.
     pub requests_per_turn: usize,
     /// Seconds without a request after which a connection is closed, or 0.
     pub idle_timeout_s: u32,
-    /// What clients must know to be served.
+    /// The tokens of which a client must show one, if clients must authenticate.
     pub tokens: Option<Tokens>,
     /// Certificates, if connections are encrypted.
     pub tls: Option<TlsSettings>,
-    /// The protocol of all connections, or none if the first byte shows it.
+    /// The protocol of all connections, or none if the first byte of each determines it.
     pub protocol: Option<Protocol>,
     /// Whether clients may flush all items.
     pub flush_is_enabled: bool,
@@ -72,43 +72,44 @@ pub struct ServerOptions {
     pub dump_is_enabled: bool,
     /// Whether clients may stop the server.
     pub shutdown_is_enabled: bool,
-    /// How much is logged, from 0 to 2.
+    /// The verbosity of the log, from 0 to 2.
     pub verbosity: u32,
-    /// The pool, for items that have no room here, if the store's options have one.
+    /// The pool for items that do not fit in memory, if the store's options have one.
     pub pool: Option<Box<dyn RemoteMemory>>,
-    /// The time for which a request waits if the pool does not answer. Items there are missing
-    /// then.
+    /// The time for which a request waits if the pool does not answer. After it, items there are
+    /// reported as missing.
     pub pool_wait: Duration,
-    /// Memory of partitions that an earlier server has kept, by their numbers. Unused with
+    /// Memory of partitions that an earlier server has kept, by partition number. Unused with
     /// [`Self::memory_file`].
     pub kept: BTreeMap<usize, OwnedFd>,
-    /// How other servers are reached, in a cluster. All partitions are absent at first then.
+    /// The connector to other servers, in a cluster. All partitions are absent at first then.
     pub connector: Option<Arc<dyn Connector>>,
-    /// The time after which a request ends for whose partition no server may answer.
+    /// The time after which a request fails if no server may answer for its partition.
     pub partition_timeout: Duration,
     /// The version of the program.
     pub version: &'static str,
 }
 
-/// The time after which a request ends for whose partition no server may answer: a read finds
+/// Default time after which a request ends if no server may answer for its partition: a read finds
 /// nothing, and a change fails.
 pub const PARTITION_TIMEOUT: Duration = Duration::from_millis(100);
-/// The time for which a request waits for a pool that does not answer.
+/// Default time for which a request waits for a pool that does not answer.
 pub const POOL_WAIT: Duration = Duration::from_millis(100);
 
-/// A server that ends waits so long for the thread that uses the pool.
-const OVERFLOW_PATIENCE: Duration = Duration::from_secs(2);
-const OVERFLOW_PAUSE: Duration = Duration::from_millis(1);
+/// The time for which a stopping server waits for the end of the thread that uses the pool.
+const POOL_THREAD_TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval at which a stopping server checks whether the thread that uses the pool has ended.
+const POOL_THREAD_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// What the threads of a server share.
+/// The state that the threads of a server share.
 #[derive(Debug)]
 struct Common {
     store: Store,
     clock: Clock,
-    /// When the server started. With items of an earlier one the clock goes on from there.
+    /// The time at which the server started. `clock` may continue that of an earlier server.
     started: Instant,
     options: StoreOptions,
-    /// The items are in a file, for a later server.
+    /// Whether the items are in a file, for a later server.
     has_file: bool,
     counters: Box<[Counters]>,
     item_size_max: usize,
@@ -128,7 +129,7 @@ struct Common {
 }
 
 impl Common {
-    /// Times of hits that needed no item of the pool.
+    /// Latencies of hits that needed no item of the pool.
     fn local_times(&self) -> LatencyHistogram {
         let times = LatencyHistogram::default();
         self.counters.iter().for_each(|counters| times.merge(&counters.local_times));
@@ -144,7 +145,7 @@ impl Common {
     }
 }
 
-/// A server that runs.
+/// A running server.
 #[derive(Debug)]
 pub struct Server {
     common: Arc<Common>,
@@ -232,14 +233,14 @@ impl Server {
         Ok(Self { common, acceptor, wake_acceptor, workers, overflow })
     }
 
-    /// What other threads of the process use of the server.
+    /// A handle for other threads of the process.
     #[must_use]
     pub fn handle(&self) -> ServerHandle {
         let workers = self.workers.iter().map(|(handle, _)| Arc::clone(handle)).collect();
         ServerHandle { common: Arc::clone(&self.common), workers }
     }
 
-    /// Where the server listens.
+    /// The addresses of the server's listeners.
     #[must_use]
     pub fn addresses(&self) -> &[ListenerAddress] {
         &self.common.listeners
@@ -256,8 +257,8 @@ impl Server {
         }
     }
 
-    /// Like [`Self::stop`]; also completes partitions for a later server with the same options, and
-    /// returns their memory, by their numbers.
+    /// Stops like [`Self::stop`], and completes partitions for a later server with the same
+    /// options. Returns their memory by partition number.
     #[must_use]
     pub fn stop_and_keep(self, partitions: &[usize]) -> BTreeMap<usize, OwnedFd> {
         let Some(common) = self.end() else { return BTreeMap::new() };
@@ -265,13 +266,13 @@ impl Server {
         let unix_s = common.clock.unix_s(now_s);
         let keep = |partition: &usize| {
             let kept = common.store.keep(&common.options, *partition, now_s, unix_s);
-            let kept = kept.inspect_err(|error| tracing::warn!(%error, partition, "a partition is not kept"));
+            let kept = kept.inspect_err(|error| tracing::warn!(%error, partition, "cannot keep a partition"));
             Some((*partition, kept.ok()??))
         };
         partitions.iter().filter_map(keep).collect()
     }
 
-    /// Closes all connections and ends the threads. `None` if one of them had panicked.
+    /// Closes all connections and ends the threads. `None` if a thread has panicked.
     fn end(self) -> Option<Arc<Common>> {
         self.common.stops.store(true, Ordering::SeqCst);
         self.wake_acceptor.wake();
@@ -280,16 +281,16 @@ impl Server {
         }
         self.common.store.pool().stop();
         let threads = self.workers.into_iter().map(|(_, thread)| thread).chain([self.acceptor]);
-        // A read of the pool may wait for the agent. It ends with the process.
-        let deadline = Instant::now() + OVERFLOW_PATIENCE;
+        // The thread may wait for the agent in a read of the pool. It ends with the process then.
+        let deadline = Instant::now() + POOL_THREAD_TIMEOUT;
         let overflow = self.overflow;
         while overflow.as_ref().is_some_and(|thread| !thread.is_finished()) && Instant::now() < deadline {
-            std::thread::sleep(OVERFLOW_PAUSE);
+            std::thread::sleep(POOL_THREAD_POLL_INTERVAL);
         }
         let threads = threads.chain(overflow.filter(JoinHandle::is_finished));
         for thread in threads {
             if thread.join().is_err() {
-                tracing::error!("a thread of the cache ended with a panic");
+                tracing::error!("a thread of the cache server has panicked");
                 return None;
             }
         }
@@ -297,7 +298,7 @@ impl Server {
     }
 }
 
-/// What other threads of the process use of a server.
+/// A handle of a server for other threads of the process.
 #[derive(Clone, Debug)]
 pub struct ServerHandle {
     common: Arc<Common>,
@@ -317,26 +318,26 @@ impl ServerHandle {
         self.common.clock.now_s()
     }
 
-    /// What was counted since the server started.
+    /// Sums of the counters since the server started.
     #[must_use]
     pub fn sums(&self) -> Sums {
         self.common.sums()
     }
 
-    /// Times of hits that needed no item of the pool: from the turn of a thread in which a request
-    /// is read to its end. Empty without a pool.
+    /// Latencies of hits that needed no item of the pool: from the start to the end of the turn in
+    /// which the request is read. Empty without a pool.
     #[must_use]
     pub fn local_times(&self) -> LatencyHistogram {
         self.common.local_times()
     }
 
-    /// Connections at this time.
+    /// The number of open connections.
     #[must_use]
     pub fn connections(&self) -> u64 {
         self.common.connections.load(Ordering::Relaxed)
     }
 
-    /// How many requests each partition has had.
+    /// The number of requests for each partition.
     #[must_use]
     pub fn partition_requests(&self) -> Vec<u64> {
         let sums = |partition| self.common.counters.iter().map(|counters| counters.requests(partition)).sum();
@@ -349,12 +350,12 @@ impl ServerHandle {
         &self.workers
     }
 
-    /// Has requests go on that wait for partitions.
+    /// Wakes the workers, which retry requests that wait for partitions.
     pub fn wake(&self) {
         self.workers.iter().for_each(|worker| worker.wake());
     }
 
-    /// Where the server listens.
+    /// The addresses of the server's listeners.
     #[must_use]
     pub fn addresses(&self) -> &[ListenerAddress] {
         &self.common.listeners
@@ -368,8 +369,8 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHand
 /// The other end of a connection, for statistics.
 #[derive(Clone, Debug)]
 pub enum Peer {
-    /// Of another machine, or of this one over TCP.
+    /// A peer of another machine, or of this machine over TCP.
     Tcp(SocketAddr),
-    /// Of this machine, at this path.
+    /// A peer of this machine, at the Unix socket with this path.
     Unix(PathBuf),
 }

@@ -2,12 +2,13 @@
 //!
 //! - [`hash`], [`slot`] and [`index`]: from a key to its item. Readers take no lock.
 //! - [`item`], [`runs`], [`classes`], [`log`]: items in a log of runs, grouped by when they expire.
-//! - [`memory`] and [`layout`]: where all of this is. [`completed`]: what the next store adopts.
-//! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
-//! - [`partition`]: the operations on one part of the keys. `Shared`: what all parts share.
-//! - [`presence`]: where a part is. `moving`: how it leaves and comes. `shift`: its seconds.
-//!   `keeping`: how it gets from one store to a later one.
-//! - `cas`: the numbers of items. [`pool`] and `overflow`: items that have no room here.
+//! - [`memory`] and [`layout`]: the memory of a partition, and where its parts are. [`completed`]:
+//!   memory that the next store adopts.
+//! - [`epochs`] and [`budget`]: the reuse of memory, and its limit.
+//! - [`partition`]: the operations on one part of the keys. `Shared`: the state of all partitions.
+//! - [`presence`]: the server of a partition. `moving`: how a partition leaves and arrives.
+//!   `clock_offset`: its seconds. `keeping`: how a later store adopts it.
+//! - `cas`: the cas numbers of items. [`pool`] and `overflow`: items that are moved to the pool.
 //!
 //! The design is that of Segcache (NSDI 2021), with exact expiry, an index that grows, and eviction
 //! over all partitions in the order of S3-FIFO (SOSP 2023).
@@ -15,6 +16,7 @@
 pub mod budget;
 mod cas;
 pub mod classes;
+mod clock_offset;
 #[cfg(test)]
 mod collision_tests;
 pub mod completed;
@@ -33,7 +35,6 @@ pub mod pool;
 pub mod presence;
 pub mod runs;
 mod shared;
-mod shift;
 pub mod slot;
 mod sync;
 #[cfg(test)]
@@ -54,7 +55,7 @@ use self::item::Item;
 use self::layout::Layout;
 use self::log::NoRoom;
 use self::memory::Memory;
-use self::partition::{Absent, Change, Content, NotNow, Partition};
+use self::partition::{Absent, Change, Content, Partition, UpdateError};
 use self::runs::Queue;
 use self::shared::Shared;
 use self::slot::Location;
@@ -62,18 +63,17 @@ use self::slot::Location;
 pub use self::hash::Key;
 pub use self::shared::{Refusal, Removed, Until};
 
-/// Partitions unless another number is set.
+/// Default number of partitions.
 pub const PARTITIONS: usize = 128;
 /// The smallest memory of a store, in bytes.
 pub const LIMIT_MIN: u64 = 1 << 20;
-/// A part of the memory is kept free, so that a write seldom waits for readers: one part in so
-/// many.
-const RESERVE_PARTS: u64 = 128;
-/// A partition evicts its own oldest run if it is among the oldest of all: one part in so many.
-const OLDEST_PARTS: u64 = 16;
-/// Runs that one write evicts at most.
+/// 1/`RESERVE_DIVISOR` of the memory is kept free, so that a write seldom waits for readers.
+const RESERVE_DIVISOR: u64 = 128;
+/// A partition evicts its own oldest run if it is among the oldest 1/`OLDEST_DIVISOR` of all runs.
+const OLDEST_DIVISOR: u64 = 16;
+/// Most runs that one write evicts.
 const EVICTIONS_MAX: usize = 8;
-/// Runs of each partition that one call of [`Store::expire`] frees at most.
+/// Most runs of each partition that one call of [`Store::expire`] frees.
 const EXPIRED_RUNS_MAX: usize = 64;
 
 /// A buffer for a value of a few bytes.
@@ -92,7 +92,7 @@ pub struct StoreOptions {
     pub has_cas: bool,
     /// Whether items are evicted if the memory is full.
     pub evicts: bool,
-    /// Bytes of the pool for items that have no room here, or 0.
+    /// Bytes of the pool for items that do not fit in `limit`, or 0.
     pub pool: u64,
     /// The hash of keys.
     pub hasher: KeyHasher,
@@ -124,7 +124,7 @@ fn identity(options: &StoreOptions, shared: &Shared, partition: usize) -> Identi
 }
 
 impl Store {
-    /// An empty store.
+    /// Creates an empty store.
     ///
     /// # Errors
     /// If the system has no memory or descriptors for it.
@@ -136,9 +136,9 @@ impl Store {
         Ok(Self::with_partitions(options, partitions, Shared::new(options)))
     }
 
-    /// The store in a file of [`Self::file_bytes`] bytes, with the items that an earlier store with
-    /// the same options has completed there, and with the secret of its hash. Returns the second of
-    /// its clock and the same second since 1970, if there was one.
+    /// Opens the store in a file of [`Self::file_bytes`] bytes, with the items that an earlier
+    /// store with the same options has completed there, and with its hash secret. Returns the
+    /// second of the earlier store's clock and the same second since 1970, if it has such items.
     ///
     /// # Errors
     /// If the file cannot be mapped, or if it is damaged.
@@ -150,7 +150,7 @@ impl Store {
         };
         let first = map(0)?;
         if let Some(version) = completed::other_version(&first) {
-            tracing::warn!(version, "the file has items of another version of the format: it is emptied");
+            tracing::warn!(version, "the memory file has another format version; its items are dropped");
         }
         let secret = completed::hash_secret(&first);
         let hasher = secret.map_or(options.hasher, |secret| options.hasher.with_secret(secret));
@@ -201,7 +201,7 @@ impl Store {
         self.shared.epochs.pin(thread)
     }
 
-    /// Frees retired memory that no thread can see any more.
+    /// Frees retired memory that no thread can access any more.
     fn collect(&self) {
         for number in self.shared.retired_in.drain() {
             if self.partitions[number].collect(&self.shared) {
@@ -210,7 +210,7 @@ impl Store {
         }
     }
 
-    /// Cleans a run of a partition that has one; returns whether there was one.
+    /// Cleans one run of a partition that has cleanable runs; returns whether a run was cleaned.
     fn clean(&self, now_s: u32) -> bool {
         while let Some(number) = self.shared.cleanable_in.next() {
             let partition = &self.partitions[number];
@@ -228,7 +228,7 @@ impl Store {
     /// Reads the item of a key; the read is counted if `counts`.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why the key has no item here.
     #[inline]
     pub fn look_up<'p>(
         &'p self,
@@ -246,8 +246,8 @@ impl Store {
         self.partition_of(hash).stored_s(pin, place)
     }
 
-    /// Has the processor load the memory that the next operations on these keys need, for all keys
-    /// side by side. Each key comes with whether an item is stored for it.
+    /// Prefetches the memory that the next operations on these keys need, in parallel. The boolean
+    /// of a key says whether an item is stored for it.
     pub fn prefetch(&self, keys: &[(u64, bool)]) {
         for (hash, is_stored) in keys {
             let partition = self.partition_of(*hash);
@@ -265,11 +265,11 @@ impl Store {
         }
     }
 
-    /// Decides atomically what happens to the item of a key; returns the cas number of what was
-    /// stored, or 0. `decide` may be called more than once.
+    /// Changes the item of a key atomically, as `decide` returns; returns the cas number of the
+    /// stored item, or 0. `decide` may be called more than once.
     ///
     /// # Errors
-    /// If there is no memory for it, now or ever.
+    /// A [`Refusal`].
     pub fn update<'p>(
         &'p self,
         pin: &'p Pin<'_>,
@@ -280,11 +280,11 @@ impl Store {
         self.update_or_replace(pin, key, now_s, false, decide)
     }
 
-    /// As [`Self::update`]. If it `replaces` the item, whatever that is, one in the pool is not
-    /// fetched: `decide` may be told of none then.
+    /// Like [`Self::update`]. If the update `replaces` any item, no item is fetched from the pool:
+    /// `decide` may be called with `None` for an item there.
     ///
     /// # Errors
-    /// If there is no memory for it, now or ever.
+    /// A [`Refusal`].
     pub fn update_or_replace<'p>(
         &'p self,
         pin: &'p Pin<'_>,
@@ -299,10 +299,10 @@ impl Store {
         })
     }
 
-    /// As [`Self::update`], with a buffer for a short value.
+    /// Like [`Self::update`], with a buffer for a short value.
     ///
     /// # Errors
-    /// If there is no memory for it, now or ever.
+    /// A [`Refusal`].
     pub fn update_short(
         &self,
         pin: &Pin<'_>,
@@ -318,22 +318,22 @@ impl Store {
         })
     }
 
-    /// Tries a write, and once more when memory was freed.
+    /// Tries a write, and retries it once after memory was freed.
     fn with_room(
         &self,
         partition: &Partition,
         now_s: u32,
-        mut write: impl FnMut() -> Result<u64, NotNow>,
+        mut write: impl FnMut() -> Result<u64, UpdateError>,
     ) -> Result<u64, Refusal> {
         if !partition.is_here() {
             return Err(Refusal::Elsewhere(partition.number()));
         }
-        let outcome = write().or_else(|not_now| {
-            let bytes = match not_now {
-                NotNow::NoRoom(NoRoom { bytes }) => bytes,
-                NotNow::Fetching => return Err(Refusal::Again(Until::Fetched)),
-                NotNow::Late => return Err(Refusal::Elsewhere(partition.number())),
-                NotNow::ChainFull => return Err(Refusal::Full),
+        let outcome = write().or_else(|error| {
+            let bytes = match error {
+                UpdateError::NoRoom(NoRoom { bytes }) => bytes,
+                UpdateError::Fetching => return Err(Refusal::Again(Until::Fetched)),
+                UpdateError::Late => return Err(Refusal::Elsewhere(partition.number())),
+                UpdateError::ChainFull => return Err(Refusal::Full),
             };
             if self.waits_for_pool(bytes) {
                 return Err(Refusal::Again(Until::Fetched));
@@ -344,10 +344,10 @@ impl Store {
             if self.evicts && !self.make_room(partition, bytes, now_s) {
                 return Err(Refusal::Full);
             }
-            write().map_err(|not_now| match not_now {
-                NotNow::ChainFull => Refusal::Full,
-                NotNow::Late => Refusal::Elsewhere(partition.number()),
-                NotNow::NoRoom(_) | NotNow::Fetching => Refusal::Again(Until::NextTurn),
+            write().map_err(|error| match error {
+                UpdateError::ChainFull => Refusal::Full,
+                UpdateError::Late => Refusal::Elsewhere(partition.number()),
+                UpdateError::NoRoom(_) | UpdateError::Fetching => Refusal::Again(Until::NextTurn),
             })
         });
         if partition.has_opened() {
@@ -356,7 +356,7 @@ impl Store {
         outcome
     }
 
-    /// Cleans runs until so many bytes are available; returns whether they are.
+    /// Cleans runs until `bytes` are available; returns whether they are.
     fn clean_for(&self, bytes: u64, now_s: u32) -> bool {
         while self.shared.budget.available() < bytes {
             if !self.clean(now_s) {
@@ -367,15 +367,15 @@ impl Store {
         true
     }
 
-    /// Evicts until so many bytes are available, beside the reserve. Returns whether they can be.
+    /// Evicts until `bytes` are available, beside the reserve. Returns false if they never can be.
     ///
     /// Another thread may use them before this one does.
     fn make_room(&self, partition: &Partition, bytes: usize, now_s: u32) -> bool {
         if !self.evict_for(bytes as u64, now_s) {
             return false;
         }
-        // Long items need consecutive runs. There are several times as many as the memory can fill,
-        // so that this is rare.
+        // Long items need consecutive runs. A log has several times as many runs as the memory can
+        // fill, so that this is rare.
         for _ in 0..EVICTIONS_MAX {
             if partition.has_gap(bytes) {
                 break;
@@ -388,16 +388,16 @@ impl Store {
         true
     }
 
-    /// Evicts until so many bytes are available, beside the reserve. Returns false if there can
-    /// never be so many.
+    /// Evicts until `bytes` are available, beside the reserve. Returns false, and evicts nothing,
+    /// if they never can be.
     fn evict_for(&self, bytes: u64, now_s: u32) -> bool {
         let budget = &self.shared.budget;
         let wanted = bytes + self.reserve();
         if bytes + self.shared.fixed_bytes() > budget.limit() {
-            // Nothing is evicted for what can never have room.
+            // Nothing is evicted for an item that can never fit.
             return false;
         }
-        // Each eviction of an item that was read takes one of its reads away, so that this ends.
+        // Each time that an item survives, its count of reads decreases, so that this ends.
         while budget.available() < wanted {
             let (queue, coldest) = self.coldest();
             if !self.clean(now_s) && !coldest.evict(&self.shared, queue, now_s, false) {
@@ -407,12 +407,12 @@ impl Store {
         true
     }
 
-    /// Evicts as much as was written, so that the next writes find memory.
+    /// Evicts about as many bytes as were written, so that the next writes find memory.
     fn replenish(&self, written: &Partition, now_s: u32) {
         let shared = &self.shared;
         self.note_if_short();
-        if self.has_pool && self.shared.pool.is_prompt() {
-            // Memory is freed by what leaves for the pool.
+        if self.has_pool && self.shared.pool.is_keeping_up() {
+            // The copies to the pool free memory.
             written.clear_opened();
             written.clean_unused(shared, now_s);
             return;
@@ -425,7 +425,7 @@ impl Store {
             }
             let (queue, coldest) = self.coldest();
             let newest = shared.sequence.load(Ordering::Relaxed);
-            let slack = newest.saturating_sub(coldest.oldest(queue)) / OLDEST_PARTS;
+            let slack = newest.saturating_sub(coldest.oldest(queue)) / OLDEST_DIVISOR;
             let is_cold = written.oldest(queue) <= coldest.oldest(queue).saturating_add(slack);
             if written.clean(shared, now_s, shared.keeps_pages) {
             } else if self.clean(now_s) {
@@ -442,7 +442,7 @@ impl Store {
         }
     }
 
-    /// The queue of which something is to be evicted, and the partition with its oldest run.
+    /// The queue from which the next run is evicted, and the partition that has its oldest run.
     fn coldest(&self) -> (Queue, &Partition) {
         let oldest = |queue| {
             let partitions = self.partitions.iter();
@@ -458,23 +458,23 @@ impl Store {
     }
 
     fn reserve(&self) -> u64 {
-        self.shared.budget.limit() / RESERVE_PARTS
+        self.shared.budget.limit() / RESERVE_DIVISOR
     }
 
-    /// Frees expired and flushed items, and what no thread can see any more. Called every second.
+    /// Frees expired and flushed items, and retired memory. Called every second.
     pub fn expire(&self, now_s: u32) {
         for partition in &self.partitions {
             partition.expire(&self.shared, now_s, EXPIRED_RUNS_MAX);
         }
     }
 
-    /// Makes all items of a partition disappear; returns false if it is not here, or the time is
-    /// over in which the thread may serve.
+    /// Flushes all items of a partition; returns false if the partition is not on this server, or
+    /// if the thread may not serve any more.
     pub fn flush(&self, pin: &Pin<'_>, partition: usize) -> bool {
         self.partitions[partition].flush(&self.shared, pin)
     }
 
-    /// Makes all items of a partition disappear in this second; 0 takes that back.
+    /// Schedules the flush of all items of a partition for this second; 0 cancels it.
     pub fn flush_at(&self, partition: usize, flush_s: u32) {
         self.partitions[partition].set_flush_s(flush_s);
         if flush_s != 0 {
@@ -482,7 +482,7 @@ impl Store {
         }
     }
 
-    /// Makes the items disappear whose time has come.
+    /// Flushes the partitions whose scheduled second has come.
     #[inline]
     pub fn flush_due(&self, now_s: u32) {
         if self.next_flush_s.load(Ordering::Relaxed) <= now_s {
@@ -501,7 +501,7 @@ impl Store {
         }
     }
 
-    /// What is in all partitions.
+    /// The items and bytes of all partitions.
     #[must_use]
     pub fn content(&self) -> Content {
         let mut sum = Content::default();
@@ -514,7 +514,7 @@ impl Store {
         sum
     }
 
-    /// How long ago, in seconds, the items of the run that was evicted last were stored.
+    /// The age in seconds of the items of the run that was evicted last.
     #[must_use]
     pub fn evicted_age_s(&self) -> u64 {
         self.shared.evicted_age_s.load(Ordering::Relaxed)
@@ -532,7 +532,7 @@ impl Store {
         }
     }
 
-    /// Sets another limit, up to twice the first one; returns whether that was possible.
+    /// Sets another limit, up to twice the first one; returns whether the limit is allowed.
     pub fn set_limit(&self, limit: u64) -> bool {
         let is_possible = (LIMIT_MIN..=2 * self.first_limit).contains(&limit);
         if is_possible {
@@ -547,7 +547,7 @@ impl Store {
         self.evicts
     }
 
-    /// The memory.
+    /// The budget of memory that the partitions share.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.shared.budget

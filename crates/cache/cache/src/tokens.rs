@@ -1,4 +1,4 @@
-//! Tokens that clients show before they are served, from a file: memcached's option `-Y`.
+//! Tokens by which clients authenticate themselves, from a file: memcached's option `-Y`.
 
 use std::fmt;
 use std::fs::File;
@@ -10,10 +10,11 @@ use std::path::Path;
 const TOKENS_MAX: usize = 8;
 /// Longest user name and longest password.
 pub(crate) const NAME_MAX: usize = 256;
-/// Permissions that the file must not have: writing by its group, and all of other users.
+/// Permissions that the file must not have: writing by the group of its owner, and all of other
+/// users.
 const OTHERS_MAY_USE: u32 = 0o027;
 
-/// The pairs of user and password of which a client must know one.
+/// Pairs of user name and password, of which a client must know one.
 pub struct Tokens {
     pairs: Vec<(Vec<u8>, Vec<u8>)>,
 }
@@ -69,7 +70,7 @@ impl Tokens {
         }
     }
 
-    /// Whether a pair is one of these. Takes the same time for each pair of the same lengths.
+    /// Whether a pair is one of these. The time depends only on the lengths.
     #[must_use]
     pub fn accept(&self, user: &[u8], password: &[u8]) -> bool {
         let mut accepted = false;
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_tokens_have_pairs() {
+    fn pairs_are_parsed_and_compared_whole() {
         let tokens = Tokens::parse(b"alice:secret\r\nbob:a:b\n\n").unwrap();
         assert!(tokens.accept(b"alice", b"secret") && tokens.accept(b"bob", b"a:b"));
         for (user, password) in [("alice", "secre"), ("alice", "secret1"), ("bob", "secret"), ("", "")] {

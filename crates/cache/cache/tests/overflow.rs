@@ -12,14 +12,14 @@ use aquifer_cache::server::{
 use aquifer_cache::store::StoreOptions;
 use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 
-/// What the pool has, and whether it fails.
+/// The contents of the pool, and the faults that it simulates.
 #[derive(Debug, Default)]
 struct State {
     runs: HashMap<u64, Vec<u8>>,
     last: u64,
     is_full: bool,
-    /// What is read again and again instead of what was stored.
-    lie: Option<&'static [u8]>,
+    /// Bytes that reads return, repeated, instead of the stored bytes.
+    wrong_bytes: Option<&'static [u8]>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -29,7 +29,7 @@ impl RemoteMemory for Pool {
     fn store(&mut self, runs: &[&[u8]]) -> Result<Vec<u64>, RemoteError> {
         let mut state = self.0.lock().unwrap();
         if state.is_full {
-            return Err(RemoteError("the test says so".to_owned()));
+            return Err(RemoteError("the pool of the test is full".to_owned()));
         }
         let mut places = Vec::new();
         for run in runs {
@@ -46,8 +46,8 @@ impl RemoteMemory for Pool {
         for read in reads {
             if let Some(run) = state.runs.get(&read.place) {
                 read.out.copy_from_slice(&run[read.offset..read.offset + read.out.len()]);
-                if let Some(lie) = state.lie {
-                    read.out.iter_mut().zip(lie.iter().cycle()).for_each(|(out, byte)| *out = *byte);
+                if let Some(wrong_bytes) = state.wrong_bytes {
+                    read.out.iter_mut().zip(wrong_bytes.iter().cycle()).for_each(|(out, byte)| *out = *byte);
                 }
                 read.is_done = true;
             }
@@ -57,7 +57,7 @@ impl RemoteMemory for Pool {
     fn free(&mut self, places: &[u64]) {
         let mut state = self.0.lock().unwrap();
         for place in places {
-            // What the test has dropped is not there.
+            // The test may have dropped the run.
             state.runs.remove(place);
         }
     }
@@ -172,7 +172,7 @@ fn value_of(key: usize, version: usize) -> String {
     format!("{key}:{version}:{}", "v".repeat(key * 31 % 400))
 }
 
-/// Sets so many keys that only a part of them has room; the pool has the rest.
+/// Sets `keys` keys, of which only a part has room in memory. The pool has the others.
 fn fill(cache: &mut Cache, keys: usize) {
     for key in 0..keys {
         cache.set(&format!("key{key}"), &value_of(key, 0));
@@ -180,7 +180,7 @@ fn fill(cache: &mut Cache, keys: usize) {
 }
 
 #[test]
-fn what_has_no_room_is_in_the_pool_and_comes_back() {
+fn items_without_room_are_moved_to_the_pool_and_fetched() {
     let mut cache = Cache::start(4 << 20, 256 << 20);
     fill(&mut cache, 60_000);
     assert!(cache.statistic("pool_items") > 20_000);
@@ -198,12 +198,12 @@ fn what_has_no_room_is_in_the_pool_and_comes_back() {
 }
 
 #[test]
-fn hits_and_their_times_are_counted_by_where_the_items_were() {
+fn hits_and_their_latencies_are_counted_for_memory_and_pool() {
     let mut cache = Cache::start(4 << 20, 256 << 20);
     fill(&mut cache, 60_000);
     assert_eq!((cache.statistic("local_hits"), cache.statistic("pool_hits")), (0, 0));
     assert_eq!((cache.statistic("local_hit_max_us"), cache.statistic("pool_hit_max_us")), (0, 0));
-    // The newest item is here; of the oldest ones some are in the pool.
+    // The newest item is in memory; some of the oldest ones are in the pool.
     let newest = cache.get("key59999");
     assert_eq!(newest, Some(value_of(59_999, 0)));
     assert_eq!((cache.statistic("local_hits"), cache.statistic("pool_hits")), (1, 0));
@@ -221,7 +221,7 @@ fn hits_and_their_times_are_counted_by_where_the_items_were() {
 }
 
 #[test]
-fn what_was_changed_is_never_read_as_it_was() {
+fn a_changed_item_is_never_read_with_its_old_value() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     let mut known: BTreeMap<usize, Option<usize>> = BTreeMap::new();
     let mut random = 12345_u64;
@@ -274,7 +274,7 @@ fn what_was_changed_is_never_read_as_it_was() {
 }
 
 #[test]
-fn commands_that_look_at_an_item_fetch_it() {
+fn commands_that_read_an_item_fetch_it() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     for key in 0..200 {
         cache.set(&format!("n{key}"), "5");
@@ -312,7 +312,7 @@ fn commands_that_look_at_an_item_fetch_it() {
 }
 
 #[test]
-fn long_items_come_back() {
+fn long_items_are_fetched() {
     let mut cache = Cache::start(4 << 20, 256 << 20);
     let value = |key: usize| format!("{key}:{}", "x".repeat(100_000));
     for key in 0..100 {
@@ -330,7 +330,7 @@ fn long_items_come_back() {
 }
 
 #[test]
-fn a_small_pool_keeps_the_newest_and_a_full_one_is_not_needed() {
+fn a_small_pool_keeps_the_newest_runs_and_writes_succeed_while_it_is_full() {
     let mut cache = Cache::start(2 << 20, 4 << 20);
     fill(&mut cache, 60_000);
     assert!(cache.statistic("pool_bytes") <= 4 << 20);
@@ -341,7 +341,7 @@ fn a_small_pool_keeps_the_newest_and_a_full_one_is_not_needed() {
         cache.set(&format!("more{key}"), &value_of(key, 1));
     }
     assert_eq!(cache.get("more19999").unwrap(), value_of(19_999, 1));
-    // When there is room again, it is used.
+    // The pool is used when it has room again.
     let last = {
         let mut state = cache.pool.0.lock().unwrap();
         state.is_full = false;
@@ -350,14 +350,14 @@ fn a_small_pool_keeps_the_newest_and_a_full_one_is_not_needed() {
     let mut key = 0;
     while cache.pool.0.lock().unwrap().last == last {
         key += 1;
-        assert!(key < 5_000_000, "the pool is not used again");
+        assert!(key < 5_000_000, "no run is copied to the pool after it has room again");
         cache.set(&format!("again{key}"), &value_of(key, 1));
     }
     cache.server.stop();
 }
 
 #[test]
-fn what_the_pool_loses_is_missing() {
+fn items_that_the_pool_loses_are_missing() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     fill(&mut cache, 30_000);
     assert!(cache.statistic("pool_items") > 1000);
@@ -381,7 +381,7 @@ fn a_pool_that_does_not_answer_is_not_waited_for() {
     let server = cache.server.handle();
     server.store().pool().set_wait(Duration::ZERO);
     let pool = cache.pool.clone();
-    // All calls of the pool wait until this is dropped.
+    // All calls of the pool wait until this guard is dropped.
     let stopped = pool.0.lock().unwrap();
     let missing: Vec<usize> =
         (0..KEYS).filter(|key| cache.get(&format!("key{key}")).is_none()).step_by(50).collect();
@@ -405,7 +405,7 @@ fn a_pool_that_does_not_answer_is_not_waited_for() {
 }
 
 #[test]
-fn all_is_flushed() {
+fn a_flush_removes_the_items_in_the_pool() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     fill(&mut cache, 30_000);
     assert_eq!(cache.ask("flush_all\r\n"), "OK\r\n");
@@ -418,7 +418,7 @@ fn all_is_flushed() {
 }
 
 #[test]
-fn reads_alone_do_not_exceed_the_memory() {
+fn fetches_do_not_exceed_the_memory() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     fill(&mut cache, 30_000);
     let is_there = |key: &usize| cache.get(&format!("key{key}")).is_some();
@@ -447,7 +447,7 @@ fn long_items_in_little_memory_do_not_wait_for_ever() {
 }
 
 #[test]
-fn many_short_items_in_the_pool_leave_room_for_others() {
+fn short_items_in_the_pool_leave_memory_for_others() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     for keys in 0..200 {
         let sets: Vec<String> =
@@ -462,12 +462,12 @@ fn many_short_items_in_the_pool_leave_room_for_others() {
 }
 
 #[test]
-fn wrong_bytes_from_the_pool_are_missing_items() {
+fn wrong_bytes_from_the_pool_are_not_returned() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     fill(&mut cache, 30_000);
     // An item with another key, and one with a key that is too long.
-    for lie in [&b"\x00\x03\x00\x00\x00key"[..], b"\x00\xFF\x00\x00\x00"] {
-        cache.pool.0.lock().unwrap().lie = Some(lie);
+    for wrong_bytes in [&b"\x00\x03\x00\x00\x00key"[..], b"\x00\xFF\x00\x00\x00"] {
+        cache.pool.0.lock().unwrap().wrong_bytes = Some(wrong_bytes);
         for key in 0..10_000 {
             if let Some(value) = cache.get(&format!("key{key}")) {
                 assert_eq!(value, value_of(key, 0));

@@ -1,16 +1,17 @@
-//! Requests with values around the sizes at which a server changes its ways: the read buffer, the
-//! largest chunk, the largest item.
+//! Requests with values around the sizes at which a server behaves differently: the read buffer,
+//! the largest chunk, the largest item.
 
 use crate::random::Random;
 use crate::script::{Key, Request};
 
-/// Read buffer of memcached, its largest chunk, and its largest item.
+/// Sizes in bytes of memcached's read buffer, its largest chunk, and its largest item.
 const EDGES: [usize; 3] = [16 << 10, 512 << 10, 1 << 20];
-/// Lengths of the header of an item and its parts.
+/// Greatest length in bytes of the headers of an item and its parts.
 const HEADERS_MAX: usize = 400;
+/// Greatest length of a value in bytes.
 const LENGTH_MAX: usize = 3 << 20;
 
-/// A request with a large value, or for one.
+/// Generates a request that stores or reads a large value.
 pub fn request(random: &mut Random, keys: &[Key]) -> Request {
     let key = &keys[random.below(3)].word;
     let key = if random.once_in(8) { &keys[keys.len() - 1].word } else { key };
@@ -56,7 +57,7 @@ fn value(random: &mut Random) -> Vec<u8> {
     random.bytes(length)
 }
 
-/// The end of a value; sometimes a wrong one.
+/// Generates the end of a value, which is sometimes wrong.
 fn end(random: &mut Random) -> Vec<u8> {
     if random.once_in(10) { b"\nX\r\n".to_vec() } else { b"\r\n".to_vec() }
 }

@@ -1,35 +1,35 @@
 //! Requests with damaged bytes.
 //!
-//! A damaged byte may change what a command is. So values and keys are short, there are no numbers
-//! that a command could change in place, and neither `flush_all` nor lifetimes. All lengths are
-//! short, however they are split: the server must not wait for a long value.
+//! A damaged byte may turn a command into another one. So values and keys are short, there are no
+//! numbers that a command could change in place, and neither `flush_all` nor lifetimes. All numbers
+//! are small, even if damage splits or joins them: the server must not wait for a long value.
 
 use crate::random::Random;
 use crate::script::{Batch, Key, Piece, Request};
 
-/// Characters of keys and values, without the flags and modes of later versions: damage makes
-/// words of them.
+/// Characters of keys and values. The flags and modes of later versions are left out, because
+/// damage can turn characters into words.
 pub const TEXT: &[u8] = b"abdfghjklmopqrtuvwyzABDFGHIJKLOPQRTUVWXYZ_.:-";
-/// A line that is longer is cut.
+/// Greatest length of a line in bytes; a longer one is cut.
 const RUN_MAX: usize = 1400;
-/// Damage to one batch, at most.
+/// Most damages to one batch.
 const DAMAGE_MAX: usize = 3;
 const LIFETIMES: [&str; 3] = ["0", "0", EXPIRED];
-/// A lifetime whose damaged forms are no short ones.
+/// A lifetime that has expired, and whose damaged forms are not short lifetimes.
 const EXPIRED: &str = "-2000000000";
-/// Digits of the longest other number.
+/// Most digits of any other number.
 const DIGITS_MAX: usize = 3;
-/// A cas value that no item of a short test has: each partition counts its own from 1, and a key is
-/// in another partition with each secret of a server.
+/// A cas value that no item of a short test has. Each partition counts its own values from 1, and
+/// the partition of a key depends on the secret of the server.
 const CAS_OF_NO_ITEM: &str = "999";
-/// Several words that damage has joined are not longer than a key may be.
+/// Greatest length of a value in bytes: words that damage has joined are not too long for a key.
 const VALUE_BYTES_MAX: usize = 60;
 
-/// A request before it is damaged.
+/// Generates a request, which is damaged later.
 pub fn request(random: &mut Random, keys: &[Key]) -> Request {
     let key = String::from_utf8(random.pick(keys).word.clone()).expect("these keys are text");
     let length = random.below(VALUE_BYTES_MAX);
-    let value = String::from_utf8(random.text(length, TEXT)).expect("it is text");
+    let value = String::from_utf8(random.text(length, TEXT)).expect("the bytes are text");
     let lifetime = *random.pick(&LIFETIMES);
     let noreply = if random.once_in(6) { " noreply" } else { "" };
     let quiet = if random.once_in(6) { " q" } else { "" };
@@ -77,7 +77,7 @@ pub fn damage(random: &mut Random, batch: &mut Batch) {
     }
 }
 
-/// Whether there is a number that may be a great length.
+/// Whether there is a number that could be a great length.
 fn has_long_number(bytes: &[u8]) -> bool {
     let words = bytes.split(|byte| !byte.is_ascii_digit() && *byte != b'-');
     words.into_iter().any(|word| word.len() > DIGITS_MAX && word != EXPIRED.as_bytes())
@@ -106,7 +106,7 @@ fn damage_bytes(random: &mut Random, bytes: &mut Vec<u8>) {
             let end = (at + random.between(1, 8)).min(bytes.len());
             bytes.drain(at..end);
         }
-        // A line end without its first byte.
+        // Line ends lose their first byte.
         6 => bytes.retain(|byte| *byte != b'\r'),
         _ => {
             if let Some(found) = bytes.iter().position(|byte| *byte == b'\n') {

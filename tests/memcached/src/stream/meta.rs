@@ -8,13 +8,12 @@ use crate::stream::words::{
     numeric_value, refused_length, value, wrong_cas,
 };
 
-/// From this number of flags on, a line may have too many words: then its data are parsed as
-/// commands.
+/// Number of flags from which a line may have too many words: its data are then parsed as commands.
 const FLAGS_SAFE: usize = 12;
 /// Thresholds of recaching, far from all lifetimes.
 const THRESHOLDS: [&str; 8] = ["0", "30", "3000", "200000", "-1", "2100000000", "", "x"];
 
-/// Words with the flag `b` that are not a key in base64, or not as it should be.
+/// Words with the flag `b` that are not a valid key in base64.
 pub const WRONG_BASE64: [&[u8]; 12] = [
     b"***",
     b"Zm9",
@@ -33,7 +32,7 @@ pub const WRONG_BASE64: [&[u8]; 12] = [
 /// A flag of a meta command.
 enum Flag {
     Literal(Vec<u8>),
-    /// `C` with a cas value that the server returned.
+    /// The flag `C` with a cas value that the server returned.
     Cas(Cas),
 }
 
@@ -50,7 +49,7 @@ impl Flag {
     }
 }
 
-/// A request of one meta command.
+/// Generates a request of one meta command.
 pub fn request(random: &mut Random, keys: &[Key]) -> Request {
     match random.below(100) {
         0..34 => get(random, keys),
@@ -64,7 +63,7 @@ pub fn request(random: &mut Random, keys: &[Key]) -> Request {
     }
 }
 
-/// Commands that return a cas value, and one that is conditional on it.
+/// Generates a command that returns a cas value, and a command that is conditional on it.
 pub fn fetch_and_store(random: &mut Random, keys: &[Key]) -> Vec<Request> {
     let key = random.pick(keys);
     if random.once_in(4) {
@@ -77,7 +76,7 @@ pub fn fetch_and_store(random: &mut Random, keys: &[Key]) -> Vec<Request> {
         Request::literal(key.meta_line("mg", "c v t"))
     };
     let mut store = Request::default();
-    // Commands that change a part of an item lose the encoding of its key.
+    // Commands that change a part of an item lose the encoding of the key.
     let kind = if key.is_base64 { random.below(2) * 2 } else { random.below(4) };
     match kind {
         0 => {
@@ -108,8 +107,8 @@ pub fn fetch_and_store(random: &mut Random, keys: &[Key]) -> Vec<Request> {
     vec![fetch, store]
 }
 
-/// Stores a value twice, and then one with `I` and a cas value of the item: the current one, an
-/// older one or one that was not issued.
+/// Generates two requests that store a value, and one with `I` and a cas value: the current one of
+/// the item, an older one, or one that was not issued.
 fn invalidation(random: &mut Random, key: &Key) -> Vec<Request> {
     let base64: &[u8] = if key.is_base64 { b" b" } else { b"" };
     let start = [b"ms ", key.word.as_slice(), b" 2", base64].concat();
@@ -123,7 +122,7 @@ fn invalidation(random: &mut Random, key: &Key) -> Vec<Request> {
     vec![stored.clone(), stored, last, state]
 }
 
-/// A key with the flag `b` if it needs one; sometimes a wrong one.
+/// Generates a key, with the flag `b` if the key needs it; sometimes a wrong key or flag.
 fn key_and_flag(random: &mut Random, keys: &[Key]) -> (Vec<u8>, Option<&'static [u8]>) {
     if random.once_in(40) {
         return (random.pick(&WRONG_BASE64).to_vec(), Some(b"b"));
@@ -145,7 +144,7 @@ fn key_and_flag(random: &mut Random, keys: &[Key]) -> (Vec<u8>, Option<&'static 
     (key.word.clone(), is_base64.then_some(b"b"))
 }
 
-/// Flags in random order. `b` is among them if the key needs it.
+/// Generates flags in random order, with `b` if the key needs it.
 fn flags_of(random: &mut Random, command: &str, base64: Option<&'static [u8]>) -> Vec<Flag> {
     let mut count = random.below(7);
     if random.once_in(15) {
@@ -159,7 +158,7 @@ fn flags_of(random: &mut Random, command: &str, base64: Option<&'static [u8]>) -
             continue;
         }
         let name = candidate.name();
-        // With so many flags one would nearly always be there twice.
+        // Without this check, most lines with many flags would have a duplicate.
         let is_repeatable = random.once_in(60);
         if seen.contains(&name) && !is_repeatable {
             if seen.len() > 18 {
@@ -171,7 +170,7 @@ fn flags_of(random: &mut Random, command: &str, base64: Option<&'static [u8]>) -
         all.push(candidate);
     }
     let is_invalidation = all.iter().any(|flag| flag.is_named(b'I'));
-    // Whether another value is lower than that of the item differs between servers.
+    // Servers may order the cas values of different items differently.
     for flag in all.iter_mut().filter(|flag| is_invalidation && flag.is_named(b'C')) {
         *flag = Flag::Cas(Cas::Greatest);
     }
@@ -181,25 +180,25 @@ fn flags_of(random: &mut Random, command: &str, base64: Option<&'static [u8]>) -
     all
 }
 
-/// Whether memcached may create an item that it does not regard as one with a key in base64.
+/// Whether memcached may create an item without the mark that its key is in base64.
 fn loses_base64(flag: &Flag) -> bool {
     matches!(flag, Flag::Literal(literal) if literal[0] == b'N' || literal == b"MA" || literal == b"MP")
 }
 
-/// Whether a version after 1.6.18 gives the flag a meaning, as a server may. Later versions also
-/// know modes in lower case.
+/// Whether a version after 1.6.18 defines the flag, so that a server may define it. Later versions
+/// also define modes in lower case.
 fn is_of_later_versions(command: &str, flag: &Flag) -> bool {
     matches!((command, flag.name()), (_, b'E' | b'x' | b'i') | ("mg", b'C') | ("ms", b'N' | b's'))
 }
 
-/// A flag with its argument.
+/// Generates a flag with its argument.
 fn flag(random: &mut Random, command: &str) -> Flag {
     let plain = b"kstcfhlvuq";
     let with = |name: u8, argument: Vec<u8>| Flag::Literal([vec![name], argument].concat());
     match random.below(40) {
         0..18 => {
             let name = *random.pick(plain);
-            // memcached ignores what follows.
+            // memcached ignores the argument.
             let argument = if random.once_in(30) { b"x7".to_vec() } else { Vec::new() };
             with(name, argument)
         }
@@ -252,7 +251,7 @@ fn number_or_nothing(random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// A line of words and flags.
+/// Generates a line of words and flags.
 fn meta_line(random: &mut Random, words: &[Vec<u8>], flags: Vec<Flag>) -> Request {
     let mut request = Request::literal(join(random, words));
     for flag in flags {
@@ -283,7 +282,7 @@ fn simple(random: &mut Random, keys: &[Key], command: &str, before: &[u8]) -> Re
     }
     let mut flags = flags_of(random, command, base64);
     if command == "ma" && flags.iter().any(|flag| flag.is_named(b'T')) {
-        // A number does not become longer.
+        // The number must not become longer.
         flags.retain(|flag| !flag.is_named(b'M'));
         flags.push(Flag::Literal(b"MD".to_vec()));
     }
@@ -311,7 +310,7 @@ fn set(random: &mut Random, keys: &[Key]) -> Request {
     request
 }
 
-/// `ms` that is refused: its data are parsed as commands.
+/// Generates an `ms` that is refused: its data are parsed as commands.
 fn refused_set(random: &mut Random, keys: &[Key]) -> Request {
     let (key, base64) = key_and_flag(random, keys);
     let flags = flags_of(random, "ms", base64);
@@ -335,7 +334,7 @@ fn debug(random: &mut Random, keys: &[Key]) -> Request {
     Request::literal(line(random, &words))
 }
 
-/// A meta command without a key, or one that does not exist.
+/// Generates a meta command without a key, or one that does not exist.
 fn broken(random: &mut Random, keys: &[Key]) -> Request {
     let commands = ["mg", "ms", "md", "ma", "me", "mx", "mgg", "m", "MG", "mq"];
     let mut words = vec![random.pick(&commands).as_bytes().to_vec()];

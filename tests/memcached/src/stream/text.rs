@@ -8,19 +8,19 @@ use crate::stream::words::{
     no_number, numeric_value, refused_length, value, wrong_cas,
 };
 
-/// The longest line of keys other than of `get` and `gets`, which memcached always accepts.
+/// Longest line of keys in bytes, except of `get` and `gets`, whose lines memcached always accepts.
 const KEYS_BYTES_MAX: usize = 1400;
 
 /// Whether `mn` precedes commands that change a number in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Barrier {
-    /// No: no reply before them refers to an item when they are executed.
+    /// No `mn`: no unwritten reply refers to an item when they are executed.
     None,
-    /// Yes: meta commands may precede them.
+    /// `mn` precedes them, because meta commands may precede them.
     BeforeChanges,
 }
 
-/// A request of one text command.
+/// Generates a request of one text command.
 pub fn request(random: &mut Random, keys: &[Key], barrier: Barrier) -> Request {
     match random.below(100) {
         0..26 => storage(random, keys),
@@ -38,7 +38,7 @@ pub fn request(random: &mut Random, keys: &[Key], barrier: Barrier) -> Request {
     }
 }
 
-/// A `gets`, and a `cas` of the same key with the value that it returned.
+/// Generates a `gets`, and a `cas` of the same key with the returned value.
 pub fn fetch_and_store(random: &mut Random, keys: &[Key]) -> Vec<Request> {
     let plain: Vec<&Key> = keys.iter().filter(|key| !key.is_base64).collect();
     let word = random.pick(&plain).word.clone();
@@ -53,7 +53,7 @@ pub fn fetch_and_store(random: &mut Random, keys: &[Key]) -> Vec<Request> {
     vec![fetch, store]
 }
 
-/// Mostly the latest cas value; sometimes an older one, or one that was not issued.
+/// Picks a cas value: mostly the latest, sometimes an older one, or one that was not issued.
 pub fn random_cas(random: &mut Random) -> Cas {
     match random.below(8) {
         0 => Cas::Greatest,
@@ -62,7 +62,7 @@ pub fn random_cas(random: &mut Random) -> Cas {
     }
 }
 
-/// Appends `noreply`, mostly in its legal place and form.
+/// Appends `noreply` sometimes, mostly in its legal place and form.
 fn push_noreply(random: &mut Random, words: &mut Vec<Vec<u8>>) {
     match random.below(14) {
         0 | 1 => words.push(b"noreply".to_vec()),
@@ -72,7 +72,7 @@ fn push_noreply(random: &mut Random, words: &mut Vec<Vec<u8>>) {
             words.push(random.pick(&wrong).to_vec());
         }
         3 if random.once_in(4) => {
-            // As the key it would shift the numbers: a lifetime would be a length.
+            // The place of the key is left out: a lifetime would become a length.
             let places = [0, 2, 3, 4, 5, 6];
             let at = (*random.pick(&places)).min(words.len());
             words.insert(at, b"noreply".to_vec());
@@ -81,7 +81,7 @@ fn push_noreply(random: &mut Random, words: &mut Vec<Vec<u8>>) {
     }
 }
 
-/// A storage command with data as long as announced.
+/// Generates a storage command with data of the announced length.
 fn storage(random: &mut Random, keys: &[Key]) -> Request {
     let commands = ["set", "set", "set", "add", "replace", "append", "prepend", "cas"];
     let command = *random.pick(&commands);
@@ -102,7 +102,7 @@ fn storage(random: &mut Random, keys: &[Key]) -> Request {
     Request::literal([&line, value.as_slice(), b"\r\n"].concat())
 }
 
-/// A storage command that is refused: its data are parsed as commands.
+/// Generates a storage command that is refused: its data are parsed as commands.
 fn refused_storage(random: &mut Random, keys: &[Key]) -> Request {
     let commands = ["set", "add", "replace", "append", "prepend", "cas"];
     let mut words: Vec<Vec<u8>> = vec![random.pick(&commands).as_bytes().to_vec(), key_word(random, keys)];
@@ -123,8 +123,8 @@ fn refused_storage(random: &mut Random, keys: &[Key]) -> Request {
     Request::literal([&line(random, &words), data].concat())
 }
 
-/// Data that are longer or shorter than announced, or end wrongly. After the request the server
-/// awaits a command.
+/// Generates a storage command whose data are longer or shorter than announced, or end wrongly.
+/// After the request the server awaits a command.
 fn bad_chunk(random: &mut Random, keys: &[Key]) -> Request {
     let commands = ["set", "add", "replace", "append", "prepend"];
     let length = random.below(40);
@@ -165,8 +165,8 @@ fn get_and_touch(random: &mut Random, keys: &[Key]) -> Request {
     keys_line(random, keys, words, count, true)
 }
 
-/// Appends keys to a command that fetches them. With a key that is too long it drops earlier
-/// replies, so `mn` precedes it.
+/// Appends keys to a command that fetches them. With a key that is too long the command drops
+/// earlier replies, so `mn` precedes it.
 fn keys_line(
     random: &mut Random,
     keys: &[Key],
@@ -226,7 +226,8 @@ fn arithmetic(random: &mut Random, keys: &[Key], barrier: Barrier) -> Request {
     Request::literal([before, &line(random, &words)].concat())
 }
 
-/// `incr` or `decr` of a new item by any number. The result may be too great to be changed again.
+/// Generates an `incr` or `decr` of a new item by any number. The result may be too great for
+/// another change.
 fn great_numbers(random: &mut Random) -> Request {
     let command = if random.once_in(2) { "incr" } else { "decr" };
     let value = (random.number() >> random.between(1, 63)).to_string();
@@ -262,7 +263,8 @@ fn flush_all(random: &mut Random, keys: &[Key]) -> Request {
     let mut bytes = line(random, &get);
     if keys.iter().any(|key| key.is_base64) {
         let wrong = WRONG_BASE64.iter().map(|word| Key::base64(*word));
-        let others = keys.iter().filter(|key| key.is_base64).cloned().chain(keys.iter().map(Key::misread));
+        let others =
+            keys.iter().filter(|key| key.is_base64).cloned().chain(keys.iter().map(Key::with_other_encoding));
         bytes.extend(others.chain(wrong).flat_map(|key| key.meta_line("mg", "")));
     }
     bytes.extend(line(random, &words));
@@ -289,7 +291,7 @@ fn other(random: &mut Random, keys: &[Key]) -> Request {
     ];
     let closes = random.once_in(8);
     if closes {
-        // The replies before it would be dropped.
+        // Without `mn` the replies before the line would be dropped.
         let lines: [&[u8]; 3] = [b"GET / HTTP/1.1", b"x HTTP/1.0", b"HTTP/"];
         return Request::literal([b"mn\r\n", *random.pick(&lines), b"\r\n"].concat());
     }
@@ -301,7 +303,7 @@ fn other(random: &mut Random, keys: &[Key]) -> Request {
     Request::literal(line(random, &words))
 }
 
-/// A line that is no command.
+/// Generates a line that is no command.
 pub fn junk(random: &mut Random) -> Vec<u8> {
     let mut bytes: Vec<u8> = match random.below(8) {
         0 => Vec::new(),
@@ -312,7 +314,7 @@ pub fn junk(random: &mut Random) -> Vec<u8> {
         5 => {
             let length = random.between(1, 60);
             let bytes = random.bytes(length);
-            // Not the first byte of the binary protocol, and no end of the line.
+            // Neither the first byte of the binary protocol nor a line end.
             bytes.into_iter().map(|byte| byte & 0x7f).filter(|byte| *byte != b'\n').collect()
         }
         6 => {

@@ -4,13 +4,13 @@ use crate::random::Random;
 use crate::script::Key;
 use crate::stream::{Stream, malformed};
 
-/// Runs without a newline in values are not longer, because a server may parse them as a line.
+/// Longest part of a value without a newline, in bytes, because a server may parse it as a line.
 const RUN_MAX: usize = 1500;
 
 /// Characters of ordinary text.
 pub const TEXT: &[u8] = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_.:-";
 
-/// Numbers that are not in 64 bits, or are no numbers at all. No command accepts them.
+/// Words that no command accepts as a number: numbers of more than 64 bits, and other text.
 pub const NO_NUMBERS: [&str; 14] = [
     "x",
     "1x",
@@ -66,7 +66,7 @@ const EDGE_NUMBERS: [&str; 34] = [
     "-9223372036854775809",
 ];
 
-/// Lifetimes after which an item never expires, has expired, or expires much later.
+/// Lifetimes with which an item never expires, has expired, or expires much later.
 const LIFETIMES: [&str; 16] = [
     "0",
     "0",
@@ -86,21 +86,22 @@ const LIFETIMES: [&str; 16] = [
     "+5000",
 ];
 
-/// A word that is no number for any command.
+/// Picks a word that no command accepts as a number.
 pub fn no_number(random: &mut Random) -> Vec<u8> {
     random.pick(&NO_NUMBERS).as_bytes().to_vec()
 }
 
-/// A number around the limits of integers, or none at all.
+/// Picks a number around the limits of integers, or a word that is no number.
 pub fn edge_number(random: &mut Random) -> Vec<u8> {
     if random.once_in(4) { no_number(random) } else { random.pick(&EDGE_NUMBERS).as_bytes().to_vec() }
 }
 
-/// A number by which `incr` and `decr` change another, or none at all. It is far below 2^63.
+/// Picks a number far below 2^63 for `incr` and `decr`, or a word that is no number.
 pub fn delta(random: &mut Random) -> Vec<u8> {
     loop {
         let edge = edge_number(random);
-        // The negative number is parsed as 2^63 - 1.
+        // A negative number wraps: -9223372036854775809 is parsed as 2^63 - 1. The exception below
+        // is refused by the servers.
         let is_great = edge.trim_ascii_start().len() > 12 && !edge.starts_with(b"0");
         let is_refused = NO_NUMBERS.iter().any(|refused| refused.as_bytes() == edge);
         if is_refused || !is_great || edge == b"-9223372036854775808" {
@@ -109,7 +110,7 @@ pub fn delta(random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// A cas value that no server has issued, or none at all.
+/// Picks a cas value that no server has issued, or a word that is no number.
 pub fn wrong_cas(random: &mut Random) -> Vec<u8> {
     loop {
         let edge = edge_number(random);
@@ -122,7 +123,7 @@ pub fn wrong_cas(random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// A lifetime.
+/// Picks a lifetime.
 pub fn lifetime(random: &mut Random) -> Vec<u8> {
     match random.below(12) {
         0..6 => b"0".to_vec(),
@@ -131,7 +132,7 @@ pub fn lifetime(random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// Client flags of an item.
+/// Picks the client flags of an item.
 pub fn flags(random: &mut Random) -> Vec<u8> {
     match random.below(8) {
         0..4 => b"0".to_vec(),
@@ -140,11 +141,11 @@ pub fn flags(random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// Keys with bytes that few keys have, or that could be another part of a command.
+/// Keys with unusual bytes, or that could be another part of a command.
 pub const ODD_KEYS: [&[u8]; 8] =
     [b"\x01\x02\xff\x80", "ключ".as_bytes(), b"tab\tkey", b"cr\rkey", b"noreply", b"0", b"-1", b"prefix:1"];
 
-/// The keys of a script.
+/// Generates the keys of a script.
 pub fn keys(random: &mut Random, stream: Stream) -> Vec<Key> {
     let mut keys: Vec<Key> = (0..4).map(|number| Key::plain(format!("k{number}"))).collect();
     if stream == Stream::Malformed {
@@ -169,26 +170,27 @@ pub fn keys(random: &mut Random, stream: Stream) -> Vec<Key> {
     keys
 }
 
-/// A word for a key that is too long, or a key of the script.
+/// Picks a key of the script, or sometimes a word that is too long for a key.
 pub fn key_word(random: &mut Random, keys: &[Key]) -> Vec<u8> {
     if random.once_in(40) {
         let lengths = [251, 252, 300, 1000];
         let length = *random.pick(&lengths);
         return random.text(length, TEXT);
     }
-    // The first ones are used most often.
+    // The first keys are used most often.
     let plain = keys.iter().filter(|key| !key.is_base64).count();
     let limit = if random.once_in(3) { plain } else { plain.min(6) };
     keys[random.below(limit)].word.clone()
 }
 
-/// A value that is short or has newlines, so that a server that parses it as commands finds lines.
+/// Generates a value that is short or has newlines, so that a server that parses it as commands
+/// finds lines.
 pub fn value(random: &mut Random) -> Vec<u8> {
     let value = any_value(random);
     if is_blank(&value) { b"blank".to_vec() } else { value }
 }
 
-/// Whether a value is white space. memcached searches for a number behind it.
+/// Whether a value is white space, behind which memcached searches for a number.
 fn is_blank(value: &[u8]) -> bool {
     !value.is_empty() && value.trim_ascii().is_empty()
 }
@@ -235,7 +237,7 @@ fn any_value(random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// A value that `incr` may accept, far below 2^63.
+/// Generates a value far below 2^63 that `incr` may accept.
 pub fn numeric_value(random: &mut Random) -> Vec<u8> {
     match random.below(8) {
         0 => {
@@ -249,12 +251,13 @@ pub fn numeric_value(random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// A value that is no number when it is appended to one: together they could be too great.
+/// Generates a value that does not extend a number when it is appended to one: the number could
+/// become too great.
 pub fn appended_value(random: &mut Random) -> Vec<u8> {
     [b"x".to_vec(), value(random), b"x".to_vec()].concat()
 }
 
-/// The length of a value in one of the forms that the servers accept.
+/// Formats the length of a value in one of the forms that the servers accept.
 pub fn length_word(random: &mut Random, length: usize) -> Vec<u8> {
     match random.below(30) {
         0 => format!("+{length}").into_bytes(),
@@ -265,13 +268,13 @@ pub fn length_word(random: &mut Random, length: usize) -> Vec<u8> {
     }
 }
 
-/// A length that the servers refuse before they read data.
+/// Picks a length that the servers refuse before they read data.
 pub fn refused_length(random: &mut Random) -> Vec<u8> {
     let refused = ["-1", "-2147483648", "2147483646", "2147483647", "2147483648", "4294967295"];
     if random.once_in(2) { no_number(random) } else { random.pick(&refused).as_bytes().to_vec() }
 }
 
-/// Joins words with spaces: mostly with one, and with none before the first.
+/// Joins words with spaces, mostly with one, and with none before the first.
 pub fn join(random: &mut Random, words: &[Vec<u8>]) -> Vec<u8> {
     let mut line = Vec::new();
     if random.once_in(30) {
@@ -294,7 +297,7 @@ pub fn line(random: &mut Random, words: &[Vec<u8>]) -> Vec<u8> {
     line
 }
 
-/// Mostly `\r\n`; rarely `\n` alone, or a space before it.
+/// Picks a line end: mostly `\r\n`, rarely `\n` alone or with a space before it.
 pub fn line_end(random: &mut Random) -> &'static [u8] {
     match random.below(40) {
         0..3 => b"\n",

@@ -11,13 +11,13 @@ use crate::store::Refusal;
 use crate::store::item::{Item, KEY_MAX};
 use crate::store::partition::Cas;
 
-/// The expiry by which a client says that a missing counter is not created.
+/// The expiry by which a client requests that a missing counter is not created.
 const NEVER_CREATE: u32 = u32::MAX;
 
-/// A request whose body has arrived.
+/// A request whose body was received.
 struct Request<'p> {
     header: RequestHeader,
-    /// The command without its variant that has no reply.
+    /// The command; for a quiet one its variant with a reply.
     opcode: u8,
     is_quiet: bool,
     extras: &'p [u8],
@@ -25,18 +25,18 @@ struct Request<'p> {
     value: &'p [u8],
 }
 
-/// What a command does with its connection.
+/// The result of a command.
 enum Outcome {
     Done,
     Refused(Refusal),
-    /// Other servers must do these parts of it.
+    /// Other servers must execute these parts of the command.
     Scatter(Vec<Entry>),
-    /// The reply is sent, and the connection closed.
+    /// The connection is closed after the reply.
     Close,
 }
 
 impl Session {
-    /// Does what the first request in `input` asks for.
+    /// Executes the first request in `input`.
     pub(super) fn binary<'p>(
         &mut self,
         input: &'p [u8],
@@ -56,7 +56,7 @@ impl Session {
             None => {}
             Some(Status::UnknownCommand) => {
                 push_error(&header, Status::UnknownCommand, out);
-                self.swallows = header.body_len;
+                self.skip_bytes = header.body_len;
                 return Step::Used(HEADER_BYTES);
             }
             Some(status) => {
@@ -93,7 +93,8 @@ impl Session {
         }
     }
 
-    /// Refuses a value that is too large, deletes the item that it was to replace, and skips it.
+    /// Refuses and skips a value that is too large. Deletes the item of the key if the command is
+    /// `SET`.
     fn refuse_large_binary<'p>(
         &mut self,
         header: &RequestHeader,
@@ -109,15 +110,21 @@ impl Session {
         context.access.counters.store_too_large.add(1);
         let mut reply = Replies::new(Vec::new());
         push_error(header, Status::TooLarge, &mut reply);
-        let (reply, swallows) = (reply.into_buffer(), HEADER_BYTES + header.body_len - key_end);
-        let step =
-            self.refuse_large(context.access.key(key), plain == opcode::SET, &reply, swallows, context, out);
+        let (reply, skip_bytes) = (reply.into_buffer(), HEADER_BYTES + header.body_len - key_end);
+        let step = self.refuse_large(
+            context.access.key(key),
+            plain == opcode::SET,
+            &reply,
+            skip_bytes,
+            context,
+            out,
+        );
         self.scatter.iter_mut().for_each(|scatter| scatter.add_used(key_end));
         if step == Step::Scatter { step } else { Step::Used(key_end) }
     }
 }
 
-/// The command without its variant that has no reply, and whether it was that.
+/// The variant with a reply of a command, and whether the command is quiet.
 pub(super) fn without_quiet(code: u8) -> (u8, bool) {
     use opcode::*;
     match code {
@@ -134,7 +141,7 @@ pub(super) fn without_quiet(code: u8) -> (u8, bool) {
     }
 }
 
-/// Why a request is refused from its lengths alone.
+/// The status with which a request is refused because of its lengths or command.
 pub(super) fn refused(header: &RequestHeader, plain: u8) -> Option<Status> {
     use opcode::*;
     let RequestHeader { key_len, extras_len, body_len, .. } = *header;
@@ -189,7 +196,7 @@ impl<'p> Request<'p> {
         Outcome::Done
     }
 
-    /// A number of 32 bits among the extras.
+    /// The 32-bit number at an offset in the extras.
     fn number(&self, at: usize) -> u32 {
         let bytes = self.extras.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
         u32::from_be_bytes(bytes.expect("the length was checked"))
@@ -329,7 +336,7 @@ impl<'p> Request<'p> {
     }
 }
 
-/// Says that an item is missing, with its key if the command returns that.
+/// Replies that an item is missing, with the key if the command returns it.
 pub(super) fn push_missing<'p>(header: &RequestHeader, key: &'p [u8], out: &mut Replies<'p>) {
     if key.is_empty() {
         return push_error(header, Status::NotFound, out);

@@ -1,8 +1,8 @@
 //! Requests for keys whose partitions are on other servers.
 //!
-//! A request for one key is forwarded as it is. One for several keys or for all partitions is
-//! *scattered*: it becomes an [`Entry`] for each of them, and the replies of these are put together
-//! when all have been answered.
+//! A request for one key is forwarded unchanged. A request for several keys or for all partitions
+//! is *scattered*: it becomes an [`Entry`] for each of them, and their replies are combined when
+//! all entries were answered.
 
 use super::{Context, Protocol, REPLIES_MAX, Replies, Session, Step};
 use crate::operations::Deletion;
@@ -10,19 +10,19 @@ use crate::protocol::words;
 use crate::store::Refusal;
 use crate::store::presence::Presence;
 
-/// Keys of a `get` that are fetched at a time.
+/// Most keys of a `get` that are scattered at a time.
 const KEYS_MAX: usize = 32;
 
-/// What is to be done in a partition.
+/// A task in a partition.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task<'a> {
     /// A whole request for one key.
     Request(Protocol, &'a [u8]),
-    /// To flush the partition now, or in as many seconds.
+    /// Flush the partition now if this is 0, or schedule the flush in this number of seconds.
     Flush(u32),
-    /// To flush it never, if it was to be flushed later.
+    /// Cancel the scheduled flush of the partition.
     CancelFlush,
-    /// To delete the item of this key.
+    /// Delete the item of this key.
     Delete(&'a [u8]),
 }
 
@@ -32,7 +32,7 @@ pub struct Entry {
     /// The partition.
     pub partition: usize,
     task: Task<'static>,
-    /// The request or key, which the task does not have.
+    /// The request or key, which is empty in `task`.
     bytes: Vec<u8>,
 }
 
@@ -48,13 +48,13 @@ impl Entry {
         Self { partition, task, bytes }
     }
 
-    /// A part of a `get`, which begins with this command and what precedes the keys.
+    /// A part of a `get` for one key. `command` is the text of the request before its keys.
     pub(super) fn get(partition: usize, command: &[u8], key: &[u8]) -> Self {
         let request = [command, b" ", key, b"\r\n"].concat();
         Self::new(partition, Task::Request(Protocol::Text, &request))
     }
 
-    /// What is to be done.
+    /// The task.
     #[must_use]
     pub fn task(&self) -> Task<'_> {
         match self.task {
@@ -65,16 +65,16 @@ impl Entry {
     }
 }
 
-/// What became of an entry.
+/// The result of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum EntryEnd {
-    /// It is done, and its reply written.
+    /// The entry was executed, and its reply written.
     Done,
-    /// The partition is not here; nothing was done.
+    /// The partition is not on this server; nothing was changed.
     Elsewhere,
-    /// There is no memory at this moment.
+    /// The entry must be retried: memory is short, or an item is being fetched from the pool.
     NoRoom,
-    /// It is not what an entry may be.
+    /// The entry is invalid.
     Malformed,
 }
 
@@ -83,25 +83,25 @@ pub enum EntryEnd {
 pub struct Scatter {
     /// The parts, in the order of their replies.
     pub entries: Vec<Entry>,
-    /// What follows when all are done.
+    /// The continuation when all entries have ended.
     end: ScatterEnd,
 }
 
 #[derive(Debug)]
 enum ScatterEnd {
-    /// The `get` goes on in its line, `used` bytes long with its end.
+    /// The `get` continues at `resume_at` in its line, which has `used` bytes with its end.
     Get { resume_at: usize, used: usize },
-    /// This is replied. So many bytes of the input were used, and so many are skipped.
-    Reply { reply: Vec<u8>, used: usize, swallows: usize },
+    /// `reply` is sent. `used` bytes of the input were used, and the next `skip_bytes` are skipped.
+    Reply { reply: Vec<u8>, used: usize, skip_bytes: usize },
 }
 
 impl Scatter {
-    /// Entries whose replies do not matter, and what is replied when all are done.
-    pub(super) fn then(entries: Vec<Entry>, reply: Vec<u8>, used: usize, swallows: usize) -> Self {
-        Self { entries, end: ScatterEnd::Reply { reply, used, swallows } }
+    /// A request whose replies to entries are ignored, and that is answered by `reply`.
+    pub(super) fn then(entries: Vec<Entry>, reply: Vec<u8>, used: usize, skip_bytes: usize) -> Self {
+        Self { entries, end: ScatterEnd::Reply { reply, used, skip_bytes } }
     }
 
-    /// Bytes of the input that the request has, without those that are skipped.
+    /// Bytes of the request in the input, without those that are skipped.
     #[must_use]
     pub fn used(&self) -> usize {
         match self.end {
@@ -109,13 +109,13 @@ impl Scatter {
         }
     }
 
-    /// Whether the request is a `get`: keys that are not read are missing.
+    /// Whether the request is a `get`, whose keys are missing if they cannot be read.
     #[must_use]
     pub fn is_get(&self) -> bool {
         matches!(self.end, ScatterEnd::Get { .. })
     }
 
-    /// The line of the request, with its end, is so long.
+    /// Adds `line` bytes to the length of the request.
     pub(super) fn add_used(&mut self, line: usize) {
         match &mut self.end {
             ScatterEnd::Get { used, .. } | ScatterEnd::Reply { used, .. } => *used += line,
@@ -124,17 +124,18 @@ impl Scatter {
 }
 
 impl Session {
-    /// Notes that bytes at the start of the input were used, which were forwarded.
+    /// Resets the state of the current request, which was answered by another server.
     pub fn skip(&mut self) {
-        (self.get_at, self.looked_at) = (0, 0);
+        (self.get_offset, self.searched_bytes) = (0, 0);
     }
 
-    /// Takes the request that the last step has divided.
+    /// Returns the request that the last step has divided.
     pub fn pop_scatter(&mut self) -> Option<Scatter> {
         self.scatter.take().map(|scatter| *scatter)
     }
 
-    /// Divides a `get` from this place in its line on, at the first key that is not here.
+    /// Divides a `get` from offset `at` in its line on, which is its first key that is not on this
+    /// server.
     pub(super) fn scatter_get(
         &mut self,
         text: &[u8],
@@ -155,23 +156,22 @@ impl Session {
         Step::Scatter
     }
 
-    /// Replies that the other servers cannot be reached. Returns how many bytes of the input were
-    /// used.
+    /// Replies with an error to a divided request. Returns the number of used bytes of the input.
     pub fn fail(&mut self, scatter: &Scatter, error: &[u8], out: &mut Replies<'_>) -> usize {
         out.push(error);
         self.skip();
-        if let ScatterEnd::Reply { swallows, .. } = scatter.end {
-            self.swallows = swallows;
+        if let ScatterEnd::Reply { skip_bytes, .. } = scatter.end {
+            self.skip_bytes = skip_bytes;
         }
         scatter.used()
     }
 
-    /// Puts the replies of the entries together. Returns how many bytes of the input were used.
+    /// Combines the replies of the entries. Returns the number of used bytes of the input.
     pub fn gather(&mut self, scatter: &Scatter, replies: &[Vec<u8>], out: &mut Replies<'_>) -> usize {
         match &scatter.end {
-            ScatterEnd::Reply { reply, used, swallows } => {
+            ScatterEnd::Reply { reply, used, skip_bytes } => {
                 out.push(reply);
-                self.swallows = *swallows;
+                self.skip_bytes = *skip_bytes;
                 self.skip();
                 *used
             }
@@ -187,14 +187,14 @@ impl Session {
                         }
                     }
                 }
-                self.get_at = *resume_at;
+                self.get_offset = *resume_at;
                 0
             }
         }
     }
 }
 
-/// Does what an entry says, if its partition is here. The sender was authenticated.
+/// Executes an entry if its partition is on this server. The sender was authenticated.
 pub fn execute<'p>(
     (partition, task): (usize, Task<'p>),
     context: &Context<'p>,
@@ -233,12 +233,12 @@ fn execute_request<'p>(
     context: &Context<'p>,
     out: &mut Replies<'p>,
 ) -> EntryEnd {
-    debug_assert!(out.len() < 2 * REPLIES_MAX, "replies are sent in between");
+    debug_assert!(out.len() < 2 * REPLIES_MAX, "replies are sent between entries");
     let mut session = Session::trusted(protocol);
     match session.step(bytes, context, out) {
         Step::Used(used) if used == bytes.len() => EntryEnd::Done,
         // The value of a request that is refused is skipped.
-        Step::Used(used) if session.swallows == bytes.len() - used => EntryEnd::Done,
+        Step::Used(used) if session.skip_bytes == bytes.len() - used => EntryEnd::Done,
         Step::Elsewhere { .. } => EntryEnd::Elsewhere,
         Step::Again(_) => EntryEnd::NoRoom,
         Step::Used(_) | Step::Incomplete(_) | Step::Scatter | Step::Close => EntryEnd::Malformed,

@@ -7,19 +7,20 @@ use crate::protocol::{number, words};
 use crate::store::item::{Item, KEY_MAX};
 use crate::store::{Refusal, Until};
 
-/// Which command of the family it is.
+/// The variant of the command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GetKind {
-    /// Replies have the cas number.
+    /// Whether replies have the cas number.
     pub returns_cas: bool,
-    /// The first word is the new expiry of the items.
+    /// Whether the first word is the new expiry of the items.
     pub touches: bool,
 }
 
 impl Session {
-    /// Answers a command of the family. `text` is its line, and `at` where its arguments begin.
+    /// Executes a command of the family. `text` is its line, and `at` the offset of its arguments.
     ///
-    /// If the replies must be sent first, the session notes where it goes on.
+    /// If the replies must be sent first, the session notes the offset at which the command
+    /// continues.
     pub(super) fn get<'p>(
         &mut self,
         text: &[u8],
@@ -41,14 +42,14 @@ impl Session {
             return Session::error(out);
         }
         let first = at;
-        if self.get_at != 0 {
-            at = self.get_at;
+        if self.get_offset != 0 {
+            at = self.get_offset;
         } else if has_long_word(text, at) {
             return self.refuse_get(text, at, kind, expires_s, context, out);
         }
         while let Some((word, end)) = words::next(text, at) {
             if out.len() >= REPLIES_MAX {
-                self.get_at = at;
+                self.get_offset = at;
                 return Step::Again(Until::NextTurn);
             }
             let key = context.access.key(word);
@@ -62,14 +63,14 @@ impl Session {
                     return self.scatter_get(text, words::trim(command), at, context);
                 }
                 Err(refusal) => {
-                    let is_tried_again = matches!(refusal, Refusal::Again(_));
-                    self.get_at = if is_tried_again { at } else { 0 };
+                    let is_retried = matches!(refusal, Refusal::Again(_));
+                    self.get_offset = if is_retried { at } else { 0 };
                     return refused(refusal, context, out, false, 0);
                 }
             }
             at = end;
         }
-        self.get_at = 0;
+        self.get_offset = 0;
         out.push(b"END\r\n");
         Step::Used(0)
     }

@@ -1,16 +1,16 @@
-//! Keys of requests that have arrived and are not yet served.
+//! Prefetching for requests that were received and are not yet served.
 //!
-//! A search in the index and a look at an item each wait for memory. The keys of the next requests
-//! are known before, so their memory can be loaded side by side.
+//! A search of the index and a read of an item each wait for memory. The keys of the next requests
+//! are known, so that their memory can be prefetched in parallel.
 
 use smallvec::SmallVec;
 
 use crate::protocol::{number, words};
 use crate::store::Store;
 
-/// Requests that are looked at ahead.
+/// Most requests of a connection whose keys are collected ahead.
 pub const REQUESTS_AHEAD: usize = 16;
-/// Keys after which no more requests are looked at ahead. One more request may follow.
+/// Number of keys at which no more connections are searched for keys.
 pub const KEYS_AHEAD: usize = 16;
 
 /// The hashes of keys, and whether an item is stored for each.
@@ -18,7 +18,7 @@ pub type Hashes = SmallVec<[(u64, bool); 2 * KEYS_AHEAD]>;
 
 /// Collects the hashes of the keys of the first text requests in `input`.
 ///
-/// Requests that are not as usual end the search: only speed depends on it.
+/// An unusual request ends the search: only speed depends on it.
 pub fn collect(store: &Store, input: &[u8], hashes: &mut Hashes) {
     let mut at = 0;
     for _ in 0..REQUESTS_AHEAD {
@@ -59,9 +59,9 @@ pub fn collect(store: &Store, input: &[u8], hashes: &mut Hashes) {
     }
 }
 
-/// Has the processor load the memory that operations on these keys need.
+/// Prefetches the memory that operations on these keys need.
 pub fn load(store: &Store, hashes: &Hashes) {
-    // With one key there is nothing to do side by side.
+    // For one key a prefetch gains nothing.
     if hashes.len() > 1 {
         store.prefetch(hashes);
     }

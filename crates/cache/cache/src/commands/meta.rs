@@ -2,7 +2,7 @@
 
 use super::text::{TOO_LARGE, refused, value_len, value_of};
 use super::{Context, Replies, Session, Step};
-use crate::operations::{Access, Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, same};
+use crate::operations::{Access, Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, unchanged};
 use crate::protocol::base64;
 use crate::protocol::meta::{self, META_WORDS_MAX, MetaFlags, flags_of};
 use crate::protocol::words::{self, Words};
@@ -15,7 +15,7 @@ const BAD_FORMAT: &str = "CLIENT_ERROR bad command line format";
 const OPAQUE_TOO_LONG: &str = "CLIENT_ERROR opaque token too long";
 
 impl Session {
-    /// Answers the meta command with this second character.
+    /// Executes the meta command with this second character.
     pub(super) fn meta<'p>(
         &mut self,
         command: u8,
@@ -71,7 +71,7 @@ impl Session {
         let flags = flags_of(words, 3);
         let mut refuse = |session: &mut Self, error: &str| {
             out.push_line(error);
-            session.swallows = len + 2;
+            session.skip_bytes = len + 2;
             Step::Used(0)
         };
         let parsed = match meta::parse(words[1], flags) {
@@ -143,15 +143,15 @@ impl Session {
     }
 }
 
-/// What `mg` does with an item.
+/// The action of `mg` on an item.
 #[derive(Clone, Copy)]
 struct Fetch<'p> {
-    /// The item as it was, or as it is created.
+    /// The item as it was found, or as it is created.
     item: Item<'p>,
     is_new: bool,
     /// Whether the client is asked to replace the item.
     is_won: bool,
-    /// What is stored, if something changes.
+    /// The change of the item, if there is one.
     put: Option<Put<'p>>,
 }
 
@@ -183,13 +183,13 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     let found = look_up.ok();
     let mut fetch = plan(found.as_ref(), &parsed, flags, context);
     if fetch.is_some_and(|fetch| fetch.put.is_some()) {
-        // The item is to be changed: look again, with the partition's lock held.
+        // The item must be changed: plan again, with the partition's lock held.
         let stored = access.store.update(access.pin, key, access.now_s, |item| {
             let mut item = item.copied();
             if let (Some(item), Some(found)) = (&mut item, &found)
                 && item.header.cas == found.header.cas
             {
-                // The read above counts, but not for its own reply.
+                // The read above must not show in the reply to this command.
                 item.is_fetched = found.is_fetched;
             }
             fetch = plan(item.as_ref(), &parsed, flags, context);
@@ -215,7 +215,7 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     Step::Used(0)
 }
 
-/// Says that the item of `mg` is missing. `word` is the key as the request has it.
+/// Replies that the item of `mg` is missing. `word` is the key as the request has it.
 pub(super) fn push_missing(word: &[u8], parsed: &MetaFlags, flags: &[&[u8]], out: &mut Replies<'_>) {
     if !parsed.is_quiet {
         out.push(b"EN");
@@ -225,7 +225,7 @@ pub(super) fn push_missing(word: &[u8], parsed: &MetaFlags, flags: &[&[u8]], out
     }
 }
 
-/// Refuses an opaque token that is too long. The flags before it have taken effect nevertheless.
+/// Refuses an opaque token that is too long. The flags before it take effect nevertheless.
 fn refuse_opaque<'p>(
     words: &Words<'_>,
     parsed: &MetaFlags,
@@ -249,12 +249,12 @@ fn refuse_opaque<'p>(
         let expires_s = last_expiry(item.header.expires_s, is_new, parsed, before, context);
         if is_new {
             let states = binary_key_state(parsed);
-            return Change::Put(Put { expires_s, states, cas: new_cas(parsed), ..same(&item) });
+            return Change::Put(Put { expires_s, states, cas: new_cas(parsed), ..unchanged(&item) });
         }
         if expires_s == item.header.expires_s {
             return Change::Keep;
         }
-        Change::Put(Put { expires_s, ..same(&item) })
+        Change::Put(Put { expires_s, ..unchanged(&item) })
     });
     match updated {
         Ok(_) => error(OPAQUE_TOO_LONG, out),
@@ -262,9 +262,9 @@ fn refuse_opaque<'p>(
     }
 }
 
-/// Decides what `mg` does with an item, or with a missing key.
+/// Plans the action of `mg` on an item, or on a missing key.
 ///
-/// Flags take effect in their order: `R` looks at the expiry that a `T` before it has set.
+/// Flags take effect in their order: `R` compares with the expiry that a `T` before it has set.
 fn plan<'p>(
     item: Option<&Item<'p>>,
     parsed: &MetaFlags,
@@ -281,7 +281,7 @@ fn plan<'p>(
             expires_s: last_expiry(0, true, parsed, flags, context),
             states: item.header.states.with(States::TOKEN_SENT),
             cas: new_cas(parsed),
-            ..same(&item)
+            ..unchanged(&item)
         };
         return Some(Fetch { item, is_new: true, is_won: true, put: Some(put) });
     };
@@ -296,7 +296,7 @@ fn plan<'p>(
     let is_won = !is_sent && (is_early || header.states.has(States::STALE));
     let changes = is_won || parsed.exptime.is_some();
     let put = changes.then(|| {
-        let mut put = Put { expires_s, ..same(item) };
+        let mut put = Put { expires_s, ..unchanged(item) };
         if is_won {
             put.states = put.states.with(States::TOKEN_SENT);
         }
@@ -309,7 +309,7 @@ fn plan<'p>(
     Some(Fetch { item: *item, is_new: false, is_won, put })
 }
 
-/// When an item expires after these flags.
+/// The expiry second of an item after these flags.
 fn last_expiry(
     mut expires_s: u32,
     is_new: bool,
@@ -343,7 +343,7 @@ fn push_fetched<'p>(
     out: &mut Replies<'p>,
 ) {
     let Item { header, value, .. } = fetch.item;
-    // A client that has the value already gets the flags only.
+    // A client that already has the value gets only the flags.
     let returns_value = parsed.returns_value && parsed.cas != Some(header.cas);
     if returns_value {
         out.push(b"VA ");
@@ -488,7 +488,7 @@ fn arithmetic(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -
     Step::Used(0)
 }
 
-/// Answers `me`, which shows what is known of an item.
+/// Executes `me`, which shows the fields of an item.
 fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Step {
     let mut decoded = None;
     if words.get(2).is_some_and(|word| *word == b"b") {

@@ -7,15 +7,15 @@ use crate::protocol::words::Words;
 use crate::store::Until;
 use crate::store::item::Item;
 
-/// How far a list of keys has come: a partition, and a bucket of its index.
+/// The position of a list of keys: a partition, and a bucket of its index.
 #[derive(Clone, Copy, Default, Debug)]
-pub(super) struct DumpPlace {
+pub(super) struct DumpPosition {
     partition: usize,
     bucket: u64,
 }
 
 impl Session {
-    /// Does what `lru_crawler` asks for: lists keys. There is no crawler to control.
+    /// Executes `lru_crawler metadump`. Other subcommands are errors: there is no crawler.
     pub(super) fn crawler<'p>(
         &mut self,
         words: &Words<'_>,
@@ -33,7 +33,7 @@ impl Session {
         let lists = matches!(words[2], b"all" | b"hash")
             || words[2].split(|byte| *byte == b',').any(|class| class == b"1");
         let mut place = self.dump.take().unwrap_or_default();
-        // What a server has that may serve nothing may be another one's.
+        // The partitions of a server that may serve nothing may belong to other servers.
         let lists = lists && context.access.may_serve();
         while lists && let Some(partition) = context.access.store.partitions().get(place.partition) {
             if out.len() >= REPLIES_MAX {
@@ -45,8 +45,8 @@ impl Session {
                 out.push(line(item, begun_s, context).as_bytes());
             });
             place = match next {
-                Some(bucket) => DumpPlace { bucket, ..place },
-                None => DumpPlace { partition: place.partition + 1, bucket: 0 },
+                Some(bucket) => DumpPosition { bucket, ..place },
+                None => DumpPosition { partition: place.partition + 1, bucket: 0 },
             };
         }
         out.push(b"END\r\n");
@@ -54,7 +54,7 @@ impl Session {
     }
 }
 
-/// The line of an item. What memcached says of the last read is when the item's run was begun.
+/// The line of an item. The time of the last read is the one at which the item's run was opened.
 fn line(item: &Item<'_>, begun_s: u32, context: &Context<'_>) -> String {
     let access = &context.access;
     let mut line = String::with_capacity(128);

@@ -1,7 +1,7 @@
-//! Requests that follow one that is forwarded, to be forwarded with it.
+//! Recognition of requests that can be forwarded together with the request before them.
 //!
-//! Only usual requests for one key are recognised. What is not waits until those before it are
-//! answered, and is looked at by its session then.
+//! Only simple requests for one key are recognised. Any other request waits until those before it
+//! are answered, and is then parsed by its session.
 
 use super::Protocol;
 use super::binary::{refused, without_quiet};
@@ -19,8 +19,8 @@ pub struct Peeked<'a> {
     pub key: &'a [u8],
 }
 
-/// The request at the start of the input, if it is a usual one. Values of more than `value_max`
-/// bytes are not usual.
+/// The request at the start of the input, if it is a simple one with a value of at most `value_max`
+/// bytes.
 #[must_use]
 pub fn peek(protocol: Protocol, input: &[u8], value_max: usize) -> Option<Peeked<'_>> {
     match protocol {
@@ -68,8 +68,8 @@ fn peek_text(input: &[u8], value_max: usize) -> Option<Peeked<'_>> {
     (input.len() >= len).then(|| Peeked { len, key: words[key] })
 }
 
-/// Whether flags, expiry and cas number of a storage command are numbers. Without them the command
-/// ends with its line, and its value is taken for other commands.
+/// Whether flags, expiry and cas number of a storage command are numbers. Otherwise the command
+/// ends with its line, and its value is parsed as other commands.
 fn has_numbers(words: &words::Words<'_>) -> bool {
     let has_cas = words[0] != b"cas" || number::uint64(words[5]).is_some();
     number::uint32(words[2]).is_some() && number::int32(words[3]).is_some() && has_cas
@@ -93,7 +93,7 @@ fn peek_binary(input: &[u8], value_max: usize) -> Option<Peeked<'_>> {
     Some(Peeked { len, key })
 }
 
-/// Whether a request can be done twice: it only reads.
+/// Whether a request can be executed twice, because it only reads.
 #[must_use]
 pub fn is_repeatable(protocol: Protocol, request: &[u8]) -> bool {
     match protocol {
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn usual_requests_are_recognised() {
+    fn simple_requests_are_recognised() {
         for request in [
             "get key\r\n",
             "gets  key\n",

@@ -2,21 +2,21 @@
 
 use smallvec::SmallVec;
 
-/// Values from this length on are sent from where they are in the log; shorter ones are copied.
+/// Values of at least this length in bytes are sent from the log; shorter ones are copied.
 const COPIED_MAX: usize = 4096;
-/// Values that are sent from the log in one turn.
+/// Most values that are sent from the log in one turn.
 const VALUES_MAX: usize = 500;
 
-/// Bytes to be sent: some of its own, and values in the log, which stay there during the turn.
+/// Bytes to send: a buffer, and values in the log, which stay valid during the turn.
 #[derive(Debug)]
 pub struct Replies<'p> {
     bytes: Vec<u8>,
-    /// Values, each with the place in `bytes` before which it is sent.
+    /// Values, each with the offset in `bytes` before which it is sent.
     values: Vec<(usize, &'p [u8])>,
     values_len: usize,
 }
 
-/// A place in the replies.
+/// A position in the replies.
 #[derive(Clone, Copy, Debug)]
 pub struct Mark {
     bytes: usize,
@@ -25,21 +25,21 @@ pub struct Mark {
 }
 
 impl<'p> Replies<'p> {
-    /// No replies, with a buffer to gather them.
+    /// Empty replies in a buffer.
     #[must_use]
     pub fn new(mut buffer: Vec<u8>) -> Self {
         buffer.clear();
         Self { bytes: buffer, values: Vec::new(), values_len: 0 }
     }
 
-    /// All bytes to be sent.
+    /// The number of bytes to send.
     #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.len() + self.values_len
     }
 
-    /// Whether there is nothing to send.
+    /// Whether there are no bytes to send.
     #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -82,21 +82,21 @@ impl<'p> Replies<'p> {
         &mut self.bytes
     }
 
-    /// The present end.
+    /// The current end.
     #[inline]
     #[must_use]
     pub fn mark(&self) -> Mark {
         Mark { bytes: self.bytes.len(), values: self.values.len(), values_len: self.values_len }
     }
 
-    /// Takes back what was added after a mark.
+    /// Removes the bytes and values that were added after a mark.
     pub fn truncate(&mut self, mark: Mark) {
         self.bytes.truncate(mark.bytes);
         self.values.truncate(mark.values);
         self.values_len = mark.values_len;
     }
 
-    /// The parts to be sent, in order.
+    /// The parts to send, in order.
     #[must_use]
     pub fn parts(&self) -> SmallVec<[&[u8]; 8]> {
         let mut parts: SmallVec<[&[u8]; 8]> = SmallVec::new();
@@ -111,12 +111,12 @@ impl<'p> Replies<'p> {
         parts
     }
 
-    /// Writes over bytes that were added before, from the one at which the mark was made.
+    /// Overwrites bytes that were added after a mark.
     pub fn overwrite(&mut self, mark: Mark, bytes: &[u8]) {
         self.bytes[mark.bytes..mark.bytes + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// What was added since a mark.
+    /// The bytes that were added since a mark.
     #[must_use]
     pub fn bytes_since(&self, mark: Mark) -> Vec<u8> {
         self.parts().concat().split_off(mark.bytes + mark.values_len)

@@ -5,22 +5,22 @@ use std::fmt;
 use super::{Context, Replies, Session, Step};
 use crate::protocol::words::Words;
 
-/// Statistics of a server, which a session asks for.
+/// Statistics and control of a server, for its sessions.
 pub trait ServerReport: fmt::Debug + Send + Sync {
-    /// General statistics.
+    /// Reports the general statistics.
     fn general(&self, context: &Context<'_>, add: &mut dyn FnMut(&str, &dyn fmt::Display));
-    /// Settings.
+    /// Reports the settings.
     fn settings(&self, context: &Context<'_>, add: &mut dyn FnMut(&str, &dyn fmt::Display));
-    /// Connections.
+    /// Reports the connections.
     fn connections(&self, add: &mut dyn FnMut(&str, &dyn fmt::Display));
     /// Sets counters to 0.
     fn reset(&self);
-    /// Reads the server's certificates again.
+    /// Reloads the server's certificates.
     ///
     /// # Errors
-    /// Why they cannot be used; those that were read before stay in use.
+    /// The reason why they cannot be used; the previous certificates stay in use then.
     fn refresh_certificates(&self) -> Result<(), String>;
-    /// Stops the server; if `is_graceful`, so that it can continue with its items.
+    /// Stops the server; if `is_graceful`, so that the next server can continue with its items.
     fn shut_down(&self, is_graceful: bool);
 }
 
@@ -53,7 +53,7 @@ impl Session {
 }
 
 impl Context<'_> {
-    /// Reports the statistics with this name; returns whether there are such.
+    /// Reports the statistics with this name; returns whether there are any.
     pub(super) fn report(&self, name: &[u8], add: &mut dyn FnMut(&str, &dyn fmt::Display)) -> bool {
         let report = &self.service.report;
         match name {
@@ -69,8 +69,7 @@ impl Context<'_> {
     }
 }
 
-/// All items are shown as those of one slab class, for tools that list classes and then their
-/// items.
+/// Reports all items as those of one slab class, for tools that list classes and then their items.
 fn items(context: &Context<'_>, add: &mut dyn FnMut(&str, &dyn fmt::Display)) {
     let content = context.access.store.content();
     if content.items == 0 {
@@ -105,7 +104,7 @@ fn slabs(context: &Context<'_>, add: &mut dyn FnMut(&str, &dyn fmt::Display)) {
     add("total_malloced", &context.access.store.budget().used());
 }
 
-/// Statistics by prefix of the keys are not kept.
+/// Answers `stats detail`. Statistics by prefix of the keys are not kept.
 fn detail(words: &Words<'_>, out: &mut Replies<'_>) {
     out.push_line(match words.get(2).copied().unwrap_or_default() {
         b"dump" => "END",
@@ -118,7 +117,7 @@ fn detail(words: &Words<'_>, out: &mut Replies<'_>) {
 /// Lists keys of the one class.
 fn dump(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) {
     use crate::protocol::number::uint32;
-    /// Longest list, in bytes, as memcached has it.
+    /// Longest list in bytes, as in memcached.
     const LIST_MAX: usize = 2 << 20;
     if !context.service.dump_is_enabled {
         out.push_line("CLIENT_ERROR stats cachedump not allowed");

@@ -20,11 +20,11 @@ const VERBOSITY_MAX: u32 = 2;
 const MEMORY_MIN_MIB: u32 = 8;
 const MEMORY_MAX_MIB: u32 = 1_000_000_000;
 
-/// The version of memcached whose replies are those of this server; clients may look at it.
+/// The version of memcached whose replies this server has; clients may check it.
 pub const PROTOCOL_VERSION: &str = "1.6.18";
 
 impl Session {
-    /// Does what a line asks for. It ends at `newline`; a value may follow.
+    /// Executes the request whose line ends at `newline`; a value may follow.
     #[inline]
     pub(super) fn line<'p>(
         &mut self,
@@ -80,7 +80,7 @@ impl Session {
         context: &Context<'p>,
         out: &mut Replies<'p>,
     ) -> Step {
-        // The last word may be an argument, too; only `delete` looks at how many there are.
+        // The last word may be an argument, too; only `delete` checks the number of words.
         let noreply =
             words.last().is_some_and(|word| *word == b"noreply") && (command != b"delete" || words.len() > 2);
         let mark = out.mark();
@@ -183,13 +183,13 @@ impl Session {
 }
 
 impl Session {
-    /// Refuses a value that is too large and skips it. The item that it was to replace is deleted.
+    /// Refuses and skips a value that is too large. If `deletes`, deletes the item of the key.
     pub(super) fn refuse_large(
         &mut self,
         key: Key<'_>,
         deletes: bool,
         reply: &[u8],
-        swallows: usize,
+        skip_bytes: usize,
         context: &Context<'_>,
         out: &mut Replies<'_>,
     ) -> Step {
@@ -198,11 +198,11 @@ impl Session {
         if deletes && let Err(Refusal::Elsewhere(partition)) = context.access.delete_outdated(key) {
             out.truncate(mark);
             let entry = Entry::new(partition, Task::Delete(key.bytes));
-            let scatter = Scatter::then(vec![entry], reply.to_vec(), 0, swallows);
+            let scatter = Scatter::then(vec![entry], reply.to_vec(), 0, skip_bytes);
             self.scatter = Some(Box::new(scatter));
             return Step::Scatter;
         }
-        self.swallows = swallows;
+        self.skip_bytes = skip_bytes;
         Step::Used(0)
     }
 
@@ -239,13 +239,13 @@ impl Session {
     }
 }
 
-/// The value in a block that has its end, which must be as it should.
+/// The value in a block that ends with `\r\n`; `None` if it ends otherwise.
 pub(super) fn value_of(block: &[u8]) -> Option<&[u8]> {
     let (value, end) = block.split_at(block.len() - 2);
     (end == b"\r\n" || Mutation::AcceptAnyEnd.is_active()).then_some(value)
 }
 
-/// Tries a command again later, or refuses it if there will be no memory for it.
+/// The step for a refused command: it is retried, forwarded, or fails for lack of memory.
 pub(super) fn refused(
     refusal: Refusal,
     context: &Context<'_>,

@@ -9,14 +9,14 @@ use crate::protocol::words;
 /// A reply to a request that was not served.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum UnavailableReply {
-    /// A read finds no item.
+    /// The reply that a read finds no item.
     Miss(Vec<u8>),
-    /// Another request fails.
+    /// The reply that another request has failed.
     Error(Vec<u8>),
 }
 
 impl UnavailableReply {
-    /// The reply to a complete request for one key. An error has this text.
+    /// The reply to a complete request for one key. An error reply has this text.
     #[must_use]
     pub fn to(protocol: Protocol, request: &[u8], text: &str) -> Self {
         let miss = match protocol {
@@ -27,7 +27,7 @@ impl UnavailableReply {
     }
 }
 
-/// An error in reply to a request, in its protocol.
+/// An error reply to a request, in its protocol.
 #[must_use]
 pub fn error_reply(protocol: Protocol, request: &[u8], text: &str) -> Vec<u8> {
     if protocol == Protocol::Text {

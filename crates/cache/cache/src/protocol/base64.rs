@@ -1,18 +1,18 @@
 //! Keys in base64, as the meta commands have them (RFC 4648, section 4).
 //!
-//! Encoding is the library's. Decoding forgives what memcached forgives: bytes outside the alphabet
-//! are skipped, padding may be anywhere in a group of four, and the first group with padding is the
-//! last one that counts.
+//! Encoding is done by the crate `base64`. Decoding is as lenient as memcached: bytes outside the
+//! alphabet are skipped, padding may be anywhere in a group of four, and groups after the first
+//! with padding are ignored.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use smallvec::SmallVec;
 
 const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-/// Value of a byte outside the alphabet.
+/// The value of a byte outside the alphabet.
 const OUTSIDE: u8 = 0xFF;
 
-/// The value of each byte; padding is 0.
+/// The value of each byte; padding has 0.
 static VALUES: [u8; 256] = {
     let mut values = [OUTSIDE; 256];
     let mut at = 0;
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn decoding_forgives_what_memcached_forgives() {
+    fn decoding_is_as_lenient_as_memcached() {
         for (encoded, expected) in [
             ("Zm9vIA==", Some("Zm9vIA==")),
             ("Zm9v!IA==", Some("Zm9vIA==")),

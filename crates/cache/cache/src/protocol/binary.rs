@@ -9,7 +9,7 @@ pub const HEADER_BYTES: usize = 24;
 /// The header of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RequestHeader {
-    /// What is asked for.
+    /// The command, one of [`opcode`].
     pub opcode: u8,
     /// Bytes of the key.
     pub key_len: usize,
@@ -24,7 +24,7 @@ pub struct RequestHeader {
 }
 
 impl RequestHeader {
-    /// Reads the header at the start of these bytes. `None` if it does not begin as a request.
+    /// Reads the header of a request. `None` if the first byte is not [`REQUEST_MAGIC`].
     #[must_use]
     pub fn read(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         if bytes[0] != REQUEST_MAGIC {
@@ -45,7 +45,7 @@ impl RequestHeader {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum Status {
-    /// Done.
+    /// The request has succeeded.
     Success = 0,
     /// The key is missing.
     NotFound = 1,
@@ -70,7 +70,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// The text that a reply with this status has as its value.
+    /// The value of a reply with this status.
     #[must_use]
     pub fn text(self) -> &'static [u8] {
         match self {
@@ -135,7 +135,7 @@ pub mod opcode {
     pub const GET_QUIET: u8 = 0x09;
     /// Does nothing.
     pub const NOOP: u8 = 0x0a;
-    /// Tells the version.
+    /// Returns the version.
     pub const VERSION: u8 = 0x0b;
     /// `GET` whose reply has the key.
     pub const GET_KEY: u8 = 0x0c;
@@ -145,7 +145,7 @@ pub mod opcode {
     pub const APPEND: u8 = 0x0e;
     /// Adds to the start of a value.
     pub const PREPEND: u8 = 0x0f;
-    /// Tells statistics.
+    /// Returns statistics.
     pub const STATS: u8 = 0x10;
     /// The first of the commands from `SET` to `DECREMENT` without a reply if they succeed.
     pub const SET_QUIET: u8 = 0x11;
@@ -159,9 +159,9 @@ pub mod opcode {
     pub const APPEND_QUIET: u8 = 0x19;
     /// `PREPEND` without a reply if it succeeds.
     pub const PREPEND_QUIET: u8 = 0x1a;
-    /// Sets how much is logged.
+    /// Sets the verbosity of the log.
     pub const VERBOSITY: u8 = 0x1b;
-    /// Sets when an item expires.
+    /// Sets the expiry of an item.
     pub const TOUCH: u8 = 0x1c;
     /// `GET` and `TOUCH`.
     pub const GET_TOUCH: u8 = 0x1d;

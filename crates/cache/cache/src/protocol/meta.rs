@@ -6,11 +6,11 @@ use super::words::Words;
 
 /// Most words of a meta command.
 pub const META_WORDS_MAX: usize = 19;
-/// Longest opaque token, with the flag.
+/// Longest opaque token in bytes, including the flag.
 pub const OPAQUE_MAX: usize = 32;
 
-/// The flags of a meta command that change what it does. Flags that only ask for something in the
-/// reply are read when the reply is written, because it has them in the order of the request.
+/// The flags of a meta command that change its effect. Flags that only request fields of the reply
+/// are read when the reply is written, because it has the fields in the order of the request.
 #[derive(Clone, Debug, Default)]
 pub struct MetaFlags {
     /// `b`: the decoded key.
@@ -19,7 +19,7 @@ pub struct MetaFlags {
     pub vivify_exptime: Option<i32>,
     /// `T`: the new expiry.
     pub exptime: Option<i32>,
-    /// `R`: asks for a replacement if the item expires before this.
+    /// `R`: requests a replacement if the item expires before this.
     pub recache_exptime: Option<i32>,
     /// `C`: the cas number that the item must have.
     pub cas: Option<u64>,
@@ -31,7 +31,7 @@ pub struct MetaFlags {
     pub mode: Option<u8>,
     /// `J`: the value of a counter that is missing.
     pub initial: u64,
-    /// `D`: what is added to a counter, or subtracted.
+    /// `D`: the number that is added to a counter, or subtracted.
     pub delta: Option<u64>,
     /// `v`: the reply has the value.
     pub returns_value: bool,
@@ -43,7 +43,7 @@ pub struct MetaFlags {
     pub invalidates: bool,
     /// `x`: removes the value and keeps the item.
     pub removes_value: bool,
-    /// A flag `O` is longer than [`OPAQUE_MAX`].
+    /// Whether a flag `O` is longer than [`OPAQUE_MAX`].
     pub opaque_is_too_long: bool,
 }
 
@@ -55,7 +55,7 @@ pub fn parse(key: &[u8], flags: &[&[u8]]) -> Result<MetaFlags, &'static str> {
     const BAD_TOKEN: &str = "CLIENT_ERROR bad token in command line format";
     let mut parsed = MetaFlags::default();
     let mut seen = 0u128;
-    // A number that cannot be read does not end the search for worse mistakes.
+    // An invalid number does not end the loop: a later invalid or duplicate flag takes precedence.
     let mut error = None;
     for flag in flags {
         let (name, token) = (flag[0], &flag[1..]);

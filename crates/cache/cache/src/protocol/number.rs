@@ -1,9 +1,9 @@
 //! Decimal numbers as the functions `strtol` and `strtoull` read them.
 //!
-//! White space and a sign may precede the digits. After them the word must end, or white space or a
-//! zero byte must follow, and what comes then does not matter.
+//! White space and a sign may precede the digits. After the digits the word must end, or white
+//! space or a zero byte must follow; any further bytes are ignored.
 
-/// A signed number of 32 bits. Greater numbers lose their high bits.
+/// Parses a signed number of 32 bits. Greater numbers lose their high bits.
 #[must_use]
 pub fn int32(word: &[u8]) -> Option<i32> {
     let (is_negative, magnitude) = parse(word)?;
@@ -12,18 +12,18 @@ pub fn int32(word: &[u8]) -> Option<i32> {
     Some(low_half(number.cast_unsigned()).cast_signed())
 }
 
-/// An unsigned number of 32 bits. Greater numbers lose their high bits.
+/// Parses an unsigned number of 32 bits. Greater numbers lose their high bits.
 #[must_use]
 pub fn uint32(word: &[u8]) -> Option<u32> {
     uint64(word).map(low_half)
 }
 
-/// An unsigned number of 64 bits.
+/// Parses an unsigned number of 64 bits.
 #[must_use]
 pub fn uint64(word: &[u8]) -> Option<u64> {
     let (is_negative, magnitude) = parse(word)?;
     let number = if is_negative { magnitude.wrapping_neg() } else { magnitude };
-    // A number with a minus sign is only looked for if the number is large.
+    // The minus sign is only checked if the number is at least 2^63.
     if number.cast_signed() < 0 && word.contains(&b'-') { None } else { Some(number) }
 }
 

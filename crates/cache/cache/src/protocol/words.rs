@@ -2,13 +2,13 @@
 
 use smallvec::SmallVec;
 
-/// Most words that a command other than those of the `get` family has.
+/// Most words of a command outside the `get` family.
 pub const WORDS_MAX: usize = 23;
 
 /// The words of a line, or the first [`WORDS_MAX`] of them.
 pub type Words<'a> = SmallVec<[&'a [u8]; WORDS_MAX]>;
 
-/// The part of a line that counts: up to the first zero byte.
+/// The part of a line before its first zero byte; the remainder is ignored.
 #[inline]
 #[must_use]
 pub fn text_of(line: &[u8]) -> &[u8] {

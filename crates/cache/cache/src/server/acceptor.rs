@@ -1,4 +1,4 @@
-//! The thread that accepts connections and deals them to the workers.
+//! The thread that accepts connections and distributes them to the workers.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,18 +18,19 @@ use super::tls::TlsStream;
 use super::{Common, Peer};
 use crate::commands::Service;
 
-/// What the acceptor's waker has as its number.
-const WAKE: u64 = u64::MAX;
+/// The epoll data of the acceptor's waker.
+const WAKER_DATA: u64 = u64::MAX;
 const TOO_MANY: &[u8] = b"ERROR Too many open connections\r\n";
-/// Without descriptors for more connections the acceptor waits so long.
-const NO_DESCRIPTORS_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+/// The time for which the acceptor waits after it could not accept a connection, as without free
+/// descriptors.
+const ACCEPT_RETRY_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// Wakes the acceptor.
 #[derive(Clone, Debug)]
 pub struct Waker(Arc<OwnedFd>);
 
 impl Waker {
-    /// Wakes it.
+    /// Wakes the acceptor.
     pub fn wake(&self) {
         // The counter can only overflow if the acceptor has ended.
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
@@ -45,7 +46,7 @@ pub struct Accepted {
     pub tls: Option<TlsStream>,
     /// The other end.
     pub peer: Peer,
-    /// Where it was accepted.
+    /// The number of the listener that accepted the connection.
     pub listener: usize,
 }
 
@@ -74,7 +75,7 @@ impl Acceptor {
     ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let waker = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(&epoll, &waker, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, &waker, epoll::EventData::new_u64(WAKER_DATA), epoll::EventFlags::IN)?;
         for (number, listener) in listeners.iter().enumerate() {
             epoll::add(&epoll, listener, epoll::EventData::new_u64(number as u64), epoll::EventFlags::IN)?;
         }
@@ -96,7 +97,7 @@ impl Acceptor {
             match epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&second)) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!(%error, "cannot wait for connections");
+                    tracing::error!(%error, "epoll failed: the server accepts no more connections");
                     return;
                 }
             }
@@ -124,7 +125,7 @@ impl Acceptor {
                 Ok(Some(accepted)) => accepted,
                 Ok(None) => {
                     tracing::error!("the process that accepts connections at the Unix socket has ended");
-                    // It would be reported again and again.
+                    // The end of the process would be reported by each wait.
                     let _removed = epoll::delete(&self.epoll, &self.listeners[number]);
                     return;
                 }
@@ -132,7 +133,7 @@ impl Acceptor {
                 Err(Errno::AGAIN) => return,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
-                    let _ = rustix::event::poll(&mut [], Some(&NO_DESCRIPTORS_PAUSE));
+                    let _ = rustix::event::poll(&mut [], Some(&ACCEPT_RETRY_INTERVAL));
                     return;
                 }
             };
@@ -151,7 +152,7 @@ impl Acceptor {
                 _ => Peer::Unix(PathBuf::new()),
             };
             if matches!(peer, Peer::Tcp(_)) {
-                // Replies are sent whole, so there is nothing to wait for.
+                // Replies are sent whole, so that delaying them gains nothing.
                 let options = sockopt::set_tcp_nodelay(&socket, true)
                     .and_then(|()| sockopt::set_socket_keepalive(&socket, true));
                 if let Err(error) = options {

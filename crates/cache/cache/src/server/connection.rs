@@ -1,4 +1,4 @@
-//! A connection of a client: its socket, and the bytes that have arrived.
+//! A connection of a client: its socket, and the bytes that were received.
 
 use std::mem;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -9,25 +9,25 @@ use std::time::Duration;
 use super::Peer;
 use super::acceptor::Accepted;
 use super::peers::links::{FrameEnd, Waiter};
-use super::peers::waiting::{Elsewhere, Reach, Resumed};
+use super::peers::waiting::{ForwardingState, PeerAccess, Resumed};
 use super::stream::{Security, Stream};
 use crate::commands::lookahead::{self, Hashes, REQUESTS_AHEAD};
 use crate::commands::{Context, Replies, Session, Step};
 use crate::store::Until;
 
-/// Bytes that are received at a time. A request that is longer has a buffer of its own.
+/// Bytes that are received at a time. The buffer grows for a longer request.
 pub const INPUT_BYTES: usize = 32 << 10;
 
-/// Bytes that have arrived.
+/// Bytes that were received.
 #[derive(Debug, Default)]
 pub struct Input {
     bytes: Vec<u8>,
-    /// Bytes at the start that were used.
+    /// The bytes at the start that were used.
     used: usize,
 }
 
 impl Input {
-    /// No bytes, in a buffer.
+    /// An empty input in a buffer.
     pub fn new(buffer: Vec<u8>) -> Self {
         debug_assert!(buffer.is_empty());
         Self { bytes: buffer, used: 0 }
@@ -56,13 +56,13 @@ impl Input {
         }
         let missing = len.saturating_sub(self.bytes.len() - self.used);
         if self.bytes.capacity() - self.bytes.len() < missing {
-            // A value is as long as announced; a line grows by doubling.
+            // The length of a value is known; the buffer of a line doubles.
             if missing > 1 { self.bytes.reserve_exact(missing) } else { self.bytes.reserve(missing) }
         }
     }
 }
 
-/// What the statistics show of a connection.
+/// The fields of a connection that the statistics show.
 #[derive(Debug)]
 pub struct ConnectionReport {
     /// The other end.
@@ -78,36 +78,36 @@ pub struct ConnectionReport {
 pub struct Connection {
     /// The socket.
     pub stream: Stream,
-    /// Tells connections apart that have the same place one after the other.
+    /// A number that distinguishes the connection from others that had its place before.
     serial: u64,
     session: Session,
-    elsewhere: Elsewhere,
-    /// Bytes that have arrived, except during a turn.
+    forwarding: ForwardingState,
+    /// The received bytes, except during a turn.
     pub input: Input,
-    /// The least bytes that the next request has.
+    /// The least length of the next request in bytes.
     needs: usize,
-    /// The connection is closed when its replies are sent.
+    /// Whether the connection is closed once its replies are sent.
     closes: bool,
-    /// The next request waits for items of the pool, or has waited for them.
+    /// Whether the next request waits for items of the pool, or has waited for them.
     waits_for_items: bool,
-    /// Requests are left that can be served in another turn.
+    /// Whether requests remain that can be served in another turn.
     pub is_runnable: bool,
-    /// The connection is one of those that are served in this turn.
+    /// Whether the connection is queued for the next turn.
     pub is_ready: bool,
-    /// What the worker waits for.
+    /// The socket events for which the worker waits.
     pub waits_for: WaitsFor,
-    /// What the statistics show.
+    /// The fields that the statistics show.
     pub report: Arc<ConnectionReport>,
 }
 
-/// What a worker waits for at the socket of a connection.
+/// The socket events of a connection for which a worker waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WaitsFor {
-    /// Requests.
+    /// Bytes of requests.
     Requests,
     /// Room to send.
     Room,
-    /// Nothing: requests wait for other servers, and there is no room for more.
+    /// None: requests wait for other servers, and the input is full or has ended.
     Nothing,
 }
 
@@ -118,7 +118,7 @@ impl AsFd for Connection {
 }
 
 impl Connection {
-    /// A connection that was accepted in this second. Its requests wait for a server of their
+    /// A connection that was accepted in second `now_s`. Its requests wait for a server of their
     /// partition for at most `partition_timeout`.
     pub fn new(accepted: Accepted, serial: u64, now_s: u32, partition_timeout: Duration) -> Self {
         let report = ConnectionReport {
@@ -131,7 +131,7 @@ impl Connection {
             stream: Stream::new(accepted.socket, security),
             serial,
             session: Session::default(),
-            elsewhere: Elsewhere::new(partition_timeout),
+            forwarding: ForwardingState::new(partition_timeout),
             input: Input::default(),
             needs: 0,
             closes: false,
@@ -143,8 +143,8 @@ impl Connection {
         }
     }
 
-    /// Receives what has arrived; returns how many bytes. A connection without a buffer gets one of
-    /// these.
+    /// Receives bytes from the socket; returns their number. A connection without a buffer gets one
+    /// of `buffers`.
     pub fn receive(&mut self, buffers: &mut Vec<Vec<u8>>) -> u64 {
         if self.input.bytes.capacity() == 0 {
             self.input = Input::new(buffers.pop().unwrap_or_else(|| Vec::with_capacity(INPUT_BYTES)));
@@ -160,42 +160,43 @@ impl Connection {
         received
     }
 
-    /// Whether there is no room for more requests.
+    /// Whether the input has no room for more bytes.
     fn is_full(&self) -> bool {
         self.input.bytes.capacity() != 0 && self.input.bytes.len() == self.input.bytes.capacity()
     }
 
-    /// Notes what has become of a frame that this connection has had forwarded. Returns whether it
-    /// can go on.
+    /// Notes the end of a frame with requests of this connection. Returns whether the connection
+    /// can continue.
     pub fn note_frame_end(&mut self, waiter: Waiter, frame: u64, end: FrameEnd) -> bool {
-        waiter.serial == self.serial && self.elsewhere.note_end(frame, end)
+        waiter.serial == self.serial && self.forwarding.note_end(frame, end)
     }
 
-    /// Whether the connection is to look again at where a partition is.
-    pub fn must_look_again(&self) -> bool {
-        self.elsewhere.must_look_again()
+    /// Whether the connection must be retried at intervals, because no event ends its wait.
+    pub fn must_retry(&self) -> bool {
+        self.forwarding.must_retry()
     }
 
-    /// The connection as one that waits, if it has this number.
+    /// The connection as the waiter of a frame, where `number` is its place in the worker.
     pub fn waiter(&self, number: usize) -> Waiter {
         Waiter { number, serial: self.serial }
     }
 
-    /// Serves requests in `input`, which was taken from this connection; returns how many bytes of
-    /// it were used.
+    /// Serves requests in `input`, which was taken from this connection; returns the number of used
+    /// bytes.
     pub fn serve<'p>(
         &mut self,
         input: &'p Input,
         requests_max: usize,
         context: &Context<'p>,
-        reach: &mut Reach<'_>,
+        peer_access: &mut PeerAccess<'_>,
         out: &mut Replies<'p>,
     ) -> usize {
         self.is_runnable = false;
         let counters = context.access.counters;
         let bytes = input.unused();
         let (mut at, mut requests) = (0, 0);
-        let mut resumed = self.elsewhere.resume(&mut reach.turn(bytes, &mut self.session, context, out));
+        let mut resumed =
+            self.forwarding.resume(&mut peer_access.turn(bytes, &mut self.session, context, out));
         loop {
             match resumed {
                 Resumed::Used(used) => at += used,
@@ -224,27 +225,27 @@ impl Connection {
                     if mem::take(&mut self.waits_for_items) {
                         counters.fetched_hits.add(counters.get_hits.get() - hits_before);
                     }
-                    self.elsewhere.note_served();
+                    self.forwarding.note_served();
                 }
                 Step::Elsewhere { partition, len } => {
                     requests += 1;
                     self.waits_for_items = false;
-                    let mut turn = reach.turn(&bytes[at..], &mut self.session, context, out);
-                    resumed = self.elsewhere.forward((partition, len), &mut turn);
+                    let mut turn = peer_access.turn(&bytes[at..], &mut self.session, context, out);
+                    resumed = self.forwarding.forward((partition, len), &mut turn);
                 }
                 Step::Scatter => {
                     requests += 1;
                     self.waits_for_items = false;
                     let Some(scatter) = self.session.pop_scatter() else { break };
-                    let mut turn = reach.turn(&bytes[at..], &mut self.session, context, out);
-                    resumed = self.elsewhere.scatter(scatter, &mut turn);
+                    let mut turn = peer_access.turn(&bytes[at..], &mut self.session, context, out);
+                    resumed = self.forwarding.scatter(scatter, &mut turn);
                 }
                 Step::Incomplete(needs) => {
                     self.needs = needs;
                     break;
                 }
                 Step::Again(Until::Fetched) => {
-                    self.elsewhere.wait_for_fetch();
+                    self.forwarding.wait_for_fetch();
                     self.waits_for_items = true;
                     break;
                 }
@@ -264,18 +265,19 @@ impl Connection {
         at
     }
 
-    /// Takes the input back after a turn that used some of its bytes.
+    /// Puts the input back after a turn that used some of its bytes.
     pub fn put_input(&mut self, mut input: Input, used: usize) {
         input.used += used;
         self.input = input;
     }
 
-    /// Sends replies; returns how many bytes were sent. What the socket does not take is kept.
+    /// Sends replies; returns the number of sent bytes. Bytes that the socket does not accept are
+    /// kept.
     pub fn send(&mut self, replies: &Replies<'_>) -> u64 {
         if replies.is_empty() { 0 } else { self.stream.send(&replies.parts()) }
     }
 
-    /// Sends what the socket did not take before; returns how many bytes were sent.
+    /// Sends the bytes that the socket did not accept before; returns the number of sent bytes.
     pub fn send_backlog(&mut self) -> u64 {
         let sent = self.stream.send_backlog();
         if !self.stream.has_backlog() && !self.input.unused().is_empty() {
@@ -286,26 +288,26 @@ impl Connection {
 
     /// Whether bytes can be received without an event of the socket.
     pub fn has_decrypted(&self) -> bool {
-        self.stream.has_decrypted() && self.elsewhere.waiting.is_none()
+        self.stream.has_decrypted() && self.forwarding.waiting.is_none()
     }
 
-    /// What the worker is to wait for from now on.
+    /// The socket events for which the worker must wait from now on.
     pub fn next_wait(&self) -> WaitsFor {
         if self.stream.has_backlog() {
             WaitsFor::Room
-        } else if self.elsewhere.waiting.is_some() && (self.is_full() || self.stream.is_ended) {
+        } else if self.forwarding.waiting.is_some() && (self.is_full() || self.stream.is_ended) {
             WaitsFor::Nothing
         } else {
             WaitsFor::Requests
         }
     }
 
-    /// Whether the connection has ended, or is to be closed, and nothing is left to do.
+    /// Whether the connection has ended or must be closed, and no work for it remains.
     pub fn is_over(&self) -> bool {
         if self.stream.is_broken {
             return true;
         }
-        let is_done = self.stream.is_ended && !self.is_runnable && self.elsewhere.waiting.is_none();
+        let is_done = self.stream.is_ended && !self.is_runnable && self.forwarding.waiting.is_none();
         (self.closes || is_done) && !self.stream.has_backlog()
     }
 }

@@ -1,4 +1,4 @@
-//! What other threads give to a worker.
+//! The handle of a worker, through which other threads hand it connections.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,14 +13,14 @@ use super::acceptor::Accepted;
 use super::connection::ConnectionReport;
 use super::peers::PeerSocket;
 
-/// What other threads give to a worker.
+/// Connections that other threads hand to a worker.
 #[derive(Debug, Default)]
-pub struct Dealt {
+pub struct NewConnections {
     /// Connections of clients.
     pub clients: Vec<Accepted>,
     /// Connections of other servers.
     pub peers: Vec<PeerSocket>,
-    /// Connections with other servers, or none with one that cannot be reached.
+    /// Links to other servers, by number; `None` for a server that cannot be reached.
     pub links: Vec<(u16, Option<PeerSocket>)>,
 }
 
@@ -28,58 +28,58 @@ pub struct Dealt {
 #[derive(Debug)]
 pub struct WorkerHandle {
     waker: OwnedFd,
-    dealt: Mutex<Dealt>,
+    new_connections: Mutex<NewConnections>,
     reports: Mutex<BTreeMap<RawFd, Arc<ConnectionReport>>>,
 }
 
 impl WorkerHandle {
-    /// A handle for a worker that is yet to start.
+    /// A handle for a worker that has not started.
     ///
     /// # Errors
     /// If the system has no descriptor for it.
     pub fn new() -> io::Result<Self> {
         let waker = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { waker, dealt: Mutex::default(), reports: Mutex::default() })
+        Ok(Self { waker, new_connections: Mutex::default(), reports: Mutex::default() })
     }
 
-    /// Wakes the worker. It looks again at where partitions are.
+    /// Wakes the worker, which retries requests that wait for partitions.
     pub fn wake(&self) {
         // The counter can only overflow if the worker has ended.
         let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
     }
 
-    /// Deals a connection to the worker.
+    /// Hands a connection of a client to the worker.
     pub fn deal(&self, accepted: Accepted) {
-        self.dealt.lock().clients.push(accepted);
+        self.new_connections.lock().clients.push(accepted);
         self.wake();
     }
 
-    /// Deals a connection of another server to the worker.
+    /// Hands a connection of another server to the worker.
     pub fn deal_peer(&self, socket: PeerSocket) {
-        self.dealt.lock().peers.push(socket);
+        self.new_connections.lock().peers.push(socket);
         self.wake();
     }
 
-    /// Gives the worker a connection with a server, or says that it cannot be reached.
+    /// Hands a connection to a server to the worker, or reports that it cannot be reached.
     pub fn deal_link(&self, server: u16, socket: Option<PeerSocket>) {
-        self.dealt.lock().links.push((server, socket));
+        self.new_connections.lock().links.push((server, socket));
         self.wake();
     }
 
-    /// The descriptor that is readable when the worker is to wake.
+    /// The descriptor that becomes readable to wake the worker.
     pub fn waker(&self) -> BorrowedFd<'_> {
         self.waker.as_fd()
     }
 
-    /// What was given to the worker since it was last looked at.
-    pub fn dealt(&self) -> Dealt {
+    /// Takes the connections that were handed to the worker since the previous call.
+    pub fn take_connections(&self) -> NewConnections {
         let mut count = [0; 8];
-        // Only the worker reads the counter; without a count there is nothing new.
+        // Only the worker reads the counter. A failure means that the count is 0.
         let _ = rustix::io::read(&self.waker, &mut count);
-        mem::take(&mut *self.dealt.lock())
+        mem::take(&mut *self.new_connections.lock())
     }
 
-    /// The worker's connections, by descriptor.
+    /// The reports of the worker's connections, by descriptor.
     pub fn reports(&self) -> MutexGuard<'_, BTreeMap<RawFd, Arc<ConnectionReport>>> {
         self.reports.lock()
     }

@@ -16,12 +16,12 @@ use rustix::net::{
     SocketType, recvmsg,
 };
 
-/// Where a socket listens.
+/// The address of a listening socket.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ListenerAddress {
-    /// An address and port.
+    /// An IP address and port.
     Tcp(SocketAddr),
-    /// A path.
+    /// The path of a Unix socket.
     Unix(PathBuf),
 }
 
@@ -34,14 +34,14 @@ impl fmt::Display for ListenerAddress {
     }
 }
 
-/// A socket that listens.
+/// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
     address: ListenerAddress,
     backlog: i32,
     is_encrypted: bool,
-    /// Connections are received from another process, which has accepted them.
+    /// Whether connections are received from another process, which has accepted them.
     is_relayed: bool,
 }
 
@@ -59,7 +59,7 @@ impl Listener {
             sockopt::set_ipv6_v6only(&socket, true)?;
         }
         rustix::net::bind(&socket, &address)?;
-        // Replies are short, and BBR would hold them back until it has measured the path.
+        // Replies are short, and BBR would delay them until it has measured the path.
         avoid_pacing(&socket);
         rustix::net::listen(&socket, backlog)?;
         let bound = SocketAddr::try_from(rustix::net::getsockname(&socket)?)
@@ -73,11 +73,11 @@ impl Listener {
         })
     }
 
-    /// Listens at a path, with these permissions. A socket that another server has left is
-    /// replaced.
+    /// Listens at a path, with these permissions. Replaces a socket that another server has left
+    /// there.
     ///
     /// # Errors
-    /// If a server listens there, if the path is something else, or if it is not permitted.
+    /// If a server listens there, or if the path cannot be used.
     pub fn unix(path: &Path, mode: u32, backlog: i32) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -100,10 +100,10 @@ impl Listener {
         })
     }
 
-    /// Uses a socket that listens already.
+    /// Uses a socket that is already listening.
     ///
     /// # Errors
-    /// If it has no address, or cannot be made non-blocking.
+    /// If the socket has no address, or cannot be made non-blocking.
     pub fn from_socket(socket: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, true)?;
         let bound = rustix::net::getsockname(&socket)?;
@@ -127,10 +127,10 @@ impl Listener {
     }
 
     /// Accepts a connection, or receives one that another process has accepted. The address is that
-    /// of the other end, over TCP. `None` if the other process has ended.
+    /// of the client, over TCP. `None` if the other process has ended.
     ///
     /// # Errors
-    /// `AGAIN` if there is none, or the error of the system.
+    /// `AGAIN` if nothing has arrived, or the error of the system.
     pub fn accept(&self) -> Result<Option<(OwnedFd, Option<SocketAddr>)>, Errno> {
         if self.is_relayed {
             return Ok(receive_socket(self.socket.as_fd())?.map(|socket| (socket, None)));
@@ -140,7 +140,7 @@ impl Listener {
         Ok(Some((socket, address.and_then(|address| SocketAddr::try_from(address).ok()))))
     }
 
-    /// Leaves connections unencrypted although the server has certificates.
+    /// Disables encryption of connections, even if the server has certificates.
     #[must_use]
     pub fn without_tls(self) -> Self {
         Self { is_encrypted: false, ..self }
@@ -152,13 +152,13 @@ impl Listener {
         self.is_encrypted
     }
 
-    /// Where it listens.
+    /// The address of the socket.
     #[must_use]
     pub fn address(&self) -> &ListenerAddress {
         &self.address
     }
 
-    /// Connections that may wait to be accepted; 0 if another process has set that.
+    /// Most connections that wait to be accepted; 0 if another process has set the limit.
     #[must_use]
     pub fn backlog(&self) -> i32 {
         self.backlog
@@ -174,7 +174,7 @@ impl AsFd for Listener {
 /// Receives a descriptor at a socket; `None` if the other end was closed.
 ///
 /// # Errors
-/// `AGAIN` if there is none, or the error of the system.
+/// `AGAIN` if nothing has arrived, or the error of the system.
 pub fn receive_socket(socket: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -188,12 +188,13 @@ pub fn receive_socket(socket: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Errno> 
     match descriptors.flatten().next() {
         Some(descriptor) => Ok(Some(descriptor)),
         None if received.bytes == 0 => Ok(None),
-        // This process has no room for another one.
+        // This process has no free descriptor.
         None => Err(Errno::MFILE),
     }
 }
 
-/// Whether a server accepts connections at a path. If it cannot be told, it is taken for served.
+/// Whether a server accepts connections at a path. Any error other than `CONNREFUSED` counts as
+/// yes.
 fn is_served(address: &SocketAddrUnix) -> bool {
     let connect = || {
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None)?;

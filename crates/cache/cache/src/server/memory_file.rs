@@ -8,17 +8,17 @@ use std::path::Path;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-/// Permissions of other users.
-const OTHERS: u32 = 0o077;
+/// Permissions of the file's group and of other users.
+const GROUP_AND_OTHERS: u32 = 0o077;
 
-/// Opens or creates the file, which no other process may use at the same time, and which has so
-/// many bytes. Most of them are never written: a server uses about as many as its limit.
+/// Opens or creates the file with a length of `bytes`, and locks it against other processes. Most
+/// of the bytes are never written: a server writes about as many as its limit.
 ///
-/// Other users must not be able to change the file, and so not to shorten it while it is mapped.
+/// Other users must not be able to change the file: they could shorten it while it is mapped.
 ///
 /// # Errors
-/// If the file cannot be opened, if it is not one that only this user can change, or if its file
-/// system has no room for `limit` bytes.
+/// If the file cannot be opened, if other users can access it, or if its file system has no room
+/// for `limit` bytes.
 pub fn open(path: &Path, bytes: u64, limit: u64) -> io::Result<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(|error| match error {
@@ -33,7 +33,7 @@ pub fn open(path: &Path, bytes: u64, limit: u64) -> io::Result<OwnedFd> {
     let file = std::fs::File::from(file);
     let metadata = file.metadata()?;
     if metadata.len() != bytes {
-        // It is not a file of a server with the same memory.
+        // The file is new, or of a server with another memory size.
         file.set_len(0)?;
         file.set_len(bytes)?;
     }
@@ -49,7 +49,7 @@ pub fn open(path: &Path, bytes: u64, limit: u64) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Checks that only this user can change an open file.
+/// Checks that only this user can access an open file.
 fn check(file: &OwnedFd) -> io::Result<()> {
     let found = rustix::fs::fstat(file)?;
     if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
@@ -63,7 +63,7 @@ fn check(file: &OwnedFd) -> io::Result<()> {
         return Err(refused("it has several names (hard links)"));
     }
     let mode = found.st_mode & 0o7777;
-    if mode & OTHERS != 0 {
+    if mode & GROUP_AND_OTHERS != 0 {
         return Err(refused(&format!("other users may use it (mode {mode:o}): run chmod 600 on it")));
     }
     Ok(())
@@ -81,7 +81,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder with a file that has something in it.
+    /// A folder with a file that is not empty.
     fn folder() -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = folder.path().join("items");
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_can_change_is_refused_and_stays_as_it_is() {
+    fn files_that_others_can_change_are_refused_and_not_changed() {
         let (folder, path) = folder();
         for mode in [0o640, 0o602, 0o644] {
             fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();

@@ -1,4 +1,4 @@
-//! The thread that uses the pool: copies runs there that have no room here, and fetches items that
+//! The thread that uses the pool: it copies runs there if memory is short, and fetches items that
 //! are read.
 
 use std::collections::HashMap;
@@ -12,60 +12,60 @@ use super::dealing::WorkerHandle;
 use crate::store::item;
 use crate::store::pool::{Fetch, Spill};
 
-/// Longest pause without work.
-const IDLE: Duration = Duration::from_millis(100);
-/// After a failure no run is copied to the pool for so long; runs are evicted instead.
-const FAILURE_PAUSE: Duration = Duration::from_secs(1);
-/// Runs are copied at a time until they have so many bytes.
+/// Longest wait for work.
+const IDLE_TIMEOUT: Duration = Duration::from_millis(100);
+/// The time after a failure during which no run is copied to the pool; runs are evicted instead.
+const FAILURE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Bytes of runs that are copied in one batch.
 const SPILL_BYTES: u64 = 1 << 20;
-/// Fewer are copied while items are fetched, which wait meanwhile.
+/// Bytes of runs that are copied in one batch while items are fetched, because fetches wait for it.
 const SPILL_BESIDE_FETCHES_BYTES: u64 = 64 << 10;
-/// Fetches are likely to come so soon after others.
-const FETCHES_LAST: Duration = Duration::from_millis(10);
-/// At most one part in so many of the pool is copied at a time.
-const SPILL_PARTS: u64 = 4;
-/// Bytes of an item that are fetched at first.
+/// The time after a fetch during which further fetches are likely, so that batches stay small.
+const FETCH_BURST_TIMEOUT: Duration = Duration::from_millis(10);
+/// A batch has at most 1/`SPILL_POOL_DIVISOR` of the bytes of the pool.
+const SPILL_POOL_DIVISOR: u64 = 4;
+/// Bytes that the first read of an item fetches.
 const FETCH_BYTES: usize = 4096;
-/// Items that are fetched at a time.
+/// Most items that are fetched at a time.
 const FETCHES_MAX: usize = 64;
 
-/// Memory elsewhere that outlives nothing: what is lost is a missing item.
+/// Volatile remote memory. Losing its contents loses cached items only.
 pub trait RemoteMemory: fmt::Debug + Send {
-    /// Stores bytes; returns the places where they are.
+    /// Stores runs; returns the place of each.
     ///
     /// # Errors
-    /// If there is no room for all of them. None is stored then.
+    /// If there is no room for all runs. None is stored then.
     fn store(&mut self, runs: &[&[u8]]) -> Result<Vec<u64>, RemoteError>;
 
-    /// Reads bytes that were stored. Each read says by itself whether it was done.
+    /// Reads stored bytes, and sets [`RemoteRead::is_done`] of each read that succeeded.
     fn read(&mut self, reads: &mut [RemoteRead<'_>]);
 
     /// Frees places.
     fn free(&mut self, places: &[u64]);
 
-    /// Bytes of memory that something of this length has there.
+    /// Bytes of remote memory that a run of this length uses.
     fn bytes_of(&self, len: usize) -> u64;
 }
 
-/// Bytes that are to be read.
+/// A read of stored bytes.
 #[derive(Debug)]
 pub struct RemoteRead<'a> {
     /// The place.
     pub place: u64,
-    /// The offset in it.
+    /// The offset in the place.
     pub offset: usize,
-    /// Where the bytes go.
+    /// The buffer for the bytes.
     pub out: &'a mut [u8],
-    /// Whether they were read.
+    /// Whether the bytes were read.
     pub is_done: bool,
 }
 
-/// Why bytes cannot be stored.
+/// The reason why bytes cannot be stored.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct RemoteError(pub String);
 
-/// The thread's state.
+/// The state of the thread that uses the pool.
 #[derive(Debug)]
 pub(super) struct Overflow {
     memory: Box<dyn RemoteMemory>,
@@ -73,10 +73,10 @@ pub(super) struct Overflow {
     workers: Vec<Arc<WorkerHandle>>,
     bytes_max: u64,
     bytes: u64,
-    /// Bytes of each place.
+    /// Bytes of remote memory of each place.
     places: HashMap<u64, u64>,
     failed: Option<Instant>,
-    /// When items were fetched last.
+    /// The time of the last fetch.
     fetched: Option<Instant>,
     has_warned: bool,
 }
@@ -101,12 +101,12 @@ impl Overflow {
         }
     }
 
-    /// Works until the server stops.
+    /// Executes work until the server stops.
     pub fn run(mut self) {
-        let _closing = Closing(Arc::clone(&self.common));
-        self.common.store.pool().set_open(true);
+        let _closing = PoolCloser(Arc::clone(&self.common));
+        self.common.store.pool().set_accepts_runs(true);
         loop {
-            let work = self.common.store.pool().next(IDLE, FETCHES_MAX);
+            let work = self.common.store.pool().next(IDLE_TIMEOUT, FETCHES_MAX);
             self.free(&work.freed);
             if work.stops {
                 return;
@@ -121,12 +121,12 @@ impl Overflow {
         }
     }
 
-    /// Asks the pool for something. Requests see how long the answer takes.
-    fn asked<T>(&mut self, ask: impl FnOnce(&mut dyn RemoteMemory) -> T) -> T {
+    /// Calls the pool. Meanwhile a request is marked as pending, so that clients can stop waiting.
+    fn call_pool<T>(&mut self, ask: impl FnOnce(&mut dyn RemoteMemory) -> T) -> T {
         let pool = self.common.store.pool();
-        pool.set_asked(true);
+        pool.set_request_pending(true);
         let answer = ask(&mut *self.memory);
-        pool.set_asked(false);
+        pool.set_request_pending(false);
         answer
     }
 
@@ -135,7 +135,7 @@ impl Overflow {
             self.bytes -= self.places.remove(place).unwrap_or(0);
         }
         if !places.is_empty() {
-            self.asked(|memory| memory.free(places));
+            self.call_pool(|memory| memory.free(places));
             self.report();
         }
     }
@@ -146,30 +146,30 @@ impl Overflow {
         pool.bytes.store(self.bytes, Ordering::Relaxed);
     }
 
-    /// Copies runs to the pool until there is enough memory, or others wait for the thread.
+    /// Copies a batch of runs to the pool, and wakes the workers.
     fn spill(&mut self) {
-        if self.failed.is_some_and(|failed| failed.elapsed() < FAILURE_PAUSE) {
+        if self.failed.is_some_and(|failed| failed.elapsed() < FAILURE_RETRY_INTERVAL) {
             let pool = self.common.store.pool();
             pool.clear_wanted();
-            pool.set_copied();
+            pool.clear_short();
             return;
         }
-        self.spill_some();
+        self.spill_batch();
         let pool = self.common.store.pool();
-        pool.set_copied();
-        pool.set_open(self.failed.is_none());
+        pool.clear_short();
+        pool.set_accepts_runs(self.failed.is_none());
         self.common.store.collect_retired();
         // Writes may wait for memory.
         self.workers.iter().for_each(|worker| worker.wake());
     }
 
-    fn spill_some(&mut self) {
+    fn spill_batch(&mut self) {
         let store = &self.common.store;
         let now_s = self.common.clock.now_s();
-        while store.has_too_many_away() && store.evict_from_pool() {}
-        let fetches = self.fetched.is_some_and(|fetched| fetched.elapsed() < FETCHES_LAST);
+        while store.has_too_many_remote_items() && store.evict_from_pool() {}
+        let fetches = self.fetched.is_some_and(|fetched| fetched.elapsed() < FETCH_BURST_TIMEOUT);
         let bytes_max = if fetches { SPILL_BESIDE_FETCHES_BYTES } else { SPILL_BYTES };
-        let bytes_max = bytes_max.min(self.bytes_max / SPILL_PARTS);
+        let bytes_max = bytes_max.min(self.bytes_max / SPILL_POOL_DIVISOR);
         let (mut spills, mut bytes) = (Vec::new(), 0);
         while bytes < bytes_max
             && let Some(spill) = store.next_spill(now_s)
@@ -182,14 +182,14 @@ impl Overflow {
                 store.pool().clear_wanted();
             }
             if store.is_short_of_runs() {
-                // There is nothing to copy: what is needed must be evicted.
+                // No run can be copied: runs must be evicted.
                 self.failed = Some(Instant::now());
             }
             return;
         }
         let stored = self.make_room(&spills).and_then(|()| {
             let runs: Vec<&[u8]> = spills.iter().map(|spill| &spill.bytes[..]).collect();
-            self.asked(|memory| memory.store(&runs))
+            self.call_pool(|memory| memory.store(&runs))
         });
         let places = match stored {
             Ok(places) => places,
@@ -217,11 +217,11 @@ impl Overflow {
         }
         self.free(&unneeded);
         self.report();
-        // There may be more; what waits to be fetched comes first.
+        // More runs may have to be copied; pending fetches come first.
         self.common.store.pool().note_short();
     }
 
-    /// Gives up old runs in the pool until there is room for these.
+    /// Evicts old runs from the pool until it has room for these.
     fn make_room(&mut self, spills: &[Spill]) -> Result<(), RemoteError> {
         let wanted: u64 = spills.iter().map(|spill| self.memory.bytes_of(spill.bytes.len())).sum();
         if wanted > self.bytes_max {
@@ -229,7 +229,7 @@ impl Overflow {
         }
         while self.bytes + wanted > self.bytes_max {
             if !self.common.store.evict_from_pool() {
-                return Err(RemoteError("nothing in the pool can be given up".to_owned()));
+                return Err(RemoteError("no run in the pool can be evicted".to_owned()));
             }
             let freed = self.common.store.pool().freed();
             self.free(&freed);
@@ -248,7 +248,7 @@ impl Overflow {
         for (at, fetch) in fetches.iter().enumerate() {
             let mut buffer = std::mem::take(&mut buffers[at]);
             let is_done = are_done[at] && self.complete(fetch, places[at], &mut buffer);
-            // Without a place it was removed meanwhile.
+            // An item without a place was removed meanwhile.
             let has_returned = places[at].is_some() && self.fetched(fetch, is_done.then_some(&buffer));
             let pool = self.common.store.pool();
             let time = pool.fetched(fetch);
@@ -259,8 +259,8 @@ impl Overflow {
         self.workers.iter().for_each(|worker| worker.wake());
     }
 
-    /// Cuts what was read to the length of the item, or reads the rest of it; returns whether the
-    /// buffer has an item.
+    /// Truncates the read bytes to the length of the item, or reads the remaining bytes of the
+    /// item; returns whether the buffer has a whole item.
     fn complete(&mut self, fetch: &Fetch, place: Option<u64>, buffer: &mut Vec<u8>) -> bool {
         let len = item_len(buffer).filter(|len| *len <= fetch.fill - fetch.location.offset as usize);
         let Some(len) = len else { return false };
@@ -269,7 +269,8 @@ impl Overflow {
         len <= read || self.read(&[*fetch], &[place], std::slice::from_mut(buffer), read)[0]
     }
 
-    /// Uses an item that was read, or gives up one that could not be. Returns whether it was read.
+    /// Stores an item that was read, or removes the run of one that could not be. Returns whether
+    /// it was read.
     fn fetched(&self, fetch: &Fetch, item: Option<&Vec<u8>>) -> bool {
         let store = &self.common.store;
         if let Some(item) = item {
@@ -281,7 +282,7 @@ impl Overflow {
         item.is_some()
     }
 
-    /// Reads the rest of the buffers from this byte on. Returns which were read.
+    /// Reads the bytes of each buffer from offset `from` on. Returns whether each was read.
     fn read(
         &mut self,
         fetches: &[Fetch],
@@ -298,7 +299,7 @@ impl Overflow {
                 ats.push(at);
             }
         }
-        self.asked(|memory| memory.read(&mut reads));
+        self.call_pool(|memory| memory.read(&mut reads));
         let mut are_done = vec![false; fetches.len()];
         for (at, read) in ats.into_iter().zip(reads) {
             are_done[at] = read.is_done;
@@ -307,21 +308,21 @@ impl Overflow {
     }
 }
 
-/// Has requests not wait for the thread when it has ended.
-struct Closing(Arc<Common>);
+/// Closes the queue of the pool when the thread ends, so that no request waits for the thread.
+struct PoolCloser(Arc<Common>);
 
-impl Drop for Closing {
+impl Drop for PoolCloser {
     fn drop(&mut self) {
         let store = &self.0.store;
-        store.pool().set_open(false);
+        store.pool().set_accepts_runs(false);
         if std::thread::panicking() {
-            // What is there cannot be fetched any more.
+            // The items in the pool cannot be fetched any more.
             while store.evict_from_pool() {}
         }
     }
 }
 
-/// The length of the item that begins with these bytes, if they are enough to tell.
+/// The length of the item that begins with these bytes; `None` if they are too few or invalid.
 fn item_len(bytes: &[u8]) -> Option<usize> {
     let prefix = bytes.get(..item::PREFIX_BYTES)?;
     if !(1..=item::KEY_MAX).contains(&item::key_len(prefix)) {

@@ -1,10 +1,10 @@
 //! Connections with other servers of the cluster.
 //!
-//! - [`frame`]: the bytes. [`links`]: frames that a worker sends, and their answers.
-//! - [`serving`]: frames of others that a worker serves.
-//! - [`waiting`]: the state of a client's connection whose request is elsewhere. [`parts`]: a
-//!   request that was divided. [`wait_policy`]: when a request ends that waits.
-//! - [`peer_clock`]: until when another server may serve a frame.
+//! - [`frame`]: the encoding. [`links`]: frames that a worker sends, and their answers.
+//! - [`serving`]: frames of other servers that a worker serves.
+//! - [`waiting`]: the state of a client's connection whose request is forwarded or parked.
+//!   [`parts`]: a request that was divided. [`wait_policy`]: the end of a request that waits.
+//! - [`peer_clock`]: the time until which another server may serve a frame.
 
 pub mod frame;
 pub mod links;
@@ -23,12 +23,12 @@ use aquifer_secure_channel::RecordCipher;
 use super::dealing::WorkerHandle;
 use super::stream::{PeerCipher, Security, Stream};
 
-/// A connection with another server that has proven itself.
+/// A connection with another server that has authenticated itself.
 #[derive(Debug)]
 pub struct PeerSocket {
     /// The socket, non-blocking.
     pub socket: OwnedFd,
-    /// How what follows is encrypted, if it is.
+    /// The cipher of all further bytes, if they are encrypted.
     pub cipher: Option<RecordCipher>,
 }
 
@@ -44,17 +44,17 @@ impl PeerSocket {
 
 /// Connects workers with other servers.
 pub trait Connector: fmt::Debug + Send + Sync {
-    /// Begins to connect with a server. The outcome is given to the worker by
+    /// Begins to connect with a server. The worker receives the result by
     /// [`WorkerHandle::deal_link`].
     fn connect(&self, server: u16, worker: Arc<WorkerHandle>);
 
-    /// Whether this server may serve its partitions: its lease lasts.
+    /// Whether this server may serve its partitions, because its lease is valid.
     fn may_serve(&self) -> bool {
         true
     }
 }
 
-/// A server on its own connects with no other.
+/// The connector of a stand-alone server, which has no others.
 #[derive(Debug)]
 pub struct NoConnector;
 

@@ -13,7 +13,7 @@ use crate::commands::{Context, PROTOCOL_VERSION, ServerReport};
 use crate::counters::Sums;
 use crate::store::Removed;
 
-/// Answers questions about the server.
+/// The statistics of a server, for its sessions.
 #[derive(Debug)]
 pub struct Report {
     common: Arc<Common>,
@@ -41,7 +41,7 @@ impl Report {
     }
 }
 
-/// Statistics of the pool, if there is one.
+/// Adds the statistics of the pool, if there is one.
 fn add_pool(common: &Common, sums: &Sums, add: &mut dyn FnMut(&str, &dyn Display)) {
     let store = &common.store;
     if !store.has_pool() {
@@ -49,7 +49,7 @@ fn add_pool(common: &Common, sums: &Sums, add: &mut dyn FnMut(&str, &dyn Display
     }
     let pool = store.pool();
     let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    add("pool_items", &store.items_away());
+    add("pool_items", &store.items_in_pool());
     add("pool_runs", &load(&pool.runs));
     add("pool_bytes", &load(&pool.bytes));
     add("pool_hits", &load(&pool.hits));
@@ -117,7 +117,7 @@ impl ServerReport for Report {
         add("bytes_written", &sums.bytes_written);
         add("limit_maxbytes", &common.store.budget().limit());
         add("accepting_conns", &1);
-        // Connections beyond the limit are closed at once, so that the server always accepts.
+        // Connections above the limit are closed at once, so that the server always accepts.
         add("listen_disabled_num", &0);
         add("time_in_listen_disabled_us", &0);
         add("threads", &common.counters.len());
@@ -126,7 +126,7 @@ impl ServerReport for Report {
         add("conn_yields", &sums.conn_yields);
         add("hash_power_level", &content.index_bytes.max(1).ilog2());
         add("hash_bytes", &content.index_bytes);
-        // The index grows with each item, and never as a whole.
+        // The index grows by one bucket at a time.
         add("hash_is_expanding", &0);
         add("bytes", &content.item_bytes);
         add("curr_items", &content.items);
@@ -223,12 +223,12 @@ impl ServerReport for Report {
     fn shut_down(&self, is_graceful: bool) {
         let signal = if is_graceful { Signal::USR1 } else { Signal::INT };
         if let Err(error) = rustix::process::kill_process(rustix::process::getpid(), signal) {
-            tracing::error!(%error, "cannot stop the server");
+            tracing::error!(%error, is_graceful, "cannot stop the server: the signal to this process failed");
         }
     }
 }
 
-/// Time of the processors that this process has used, in its own code and in the kernel.
+/// Processor time of this process, in user mode and in the kernel.
 fn usage() -> (String, String) {
     // SAFETY: an all-zero rusage is a valid object, which getrusage fills.
     let usage = unsafe {

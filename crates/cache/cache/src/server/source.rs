@@ -1,15 +1,15 @@
-//! Sources of the events for which a worker waits.
+//! Sources of the epoll events of a worker.
 
 use rustix::event::epoll;
 
-/// The source of an event of the epoll.
+/// The source of an epoll event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Source {
-    /// A connection of a client, at this place.
+    /// The connection of a client at this place.
     Client(usize),
-    /// A connection of another server, at this place.
+    /// The connection of another server at this place.
     Peer(usize),
-    /// The link to a server.
+    /// The link to the server with this number.
     Link(u16),
     /// The worker's waker.
     Waker,
@@ -18,7 +18,7 @@ pub enum Source {
 impl Source {
     const KIND_SHIFT: u32 = 62;
 
-    /// The data of the events of the source.
+    /// The epoll data of the source.
     pub fn data(self) -> epoll::EventData {
         let (kind, number) = match self {
             Self::Client(number) => (0, number as u64),
@@ -29,7 +29,7 @@ impl Source {
         epoll::EventData::new_u64(kind << Self::KIND_SHIFT | number)
     }
 
-    /// The source of an event with this data.
+    /// The source with this epoll data.
     pub fn of(data: u64) -> Self {
         let number = data & ((1 << Self::KIND_SHIFT) - 1);
         let place = usize::try_from(number).expect("64 bits");

@@ -1,4 +1,4 @@
-//! A socket, with its encryption and the bytes that it has not yet taken.
+//! A non-blocking socket, with its encryption and the unsent bytes.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,27 +11,28 @@ use smallvec::SmallVec;
 
 use super::tls::TlsStream;
 
-/// Parts of a message that the kernel takes at a time.
+/// Most parts of a message in one system call (`IOV_MAX`).
 const PARTS_MAX: usize = 1024;
 /// Encrypted bytes of a peer that are received at a time.
 const SEALED_BYTES: usize = 64 << 10;
 
-/// Bytes that are thrown away at a time when a connection is closed, and how often at most.
-const UNREAD_BYTES: usize = 64 << 10;
-const UNREAD_TIMES: usize = 128;
+/// Received bytes that are discarded at a time when a connection is closed.
+const DRAIN_BUFFER_BYTES: usize = 64 << 10;
+/// Most reads that discard received bytes when a connection is closed.
+const DRAIN_READS_MAX: usize = 128;
 
-/// How a connection is encrypted.
+/// The encryption of a connection.
 #[derive(Debug)]
 pub enum Security {
-    /// Not at all.
+    /// No encryption.
     Plain,
-    /// By TLS, for clients.
+    /// TLS, for clients.
     Tls(Box<TlsStream>),
-    /// By the cluster's handshake, for other servers.
+    /// The cipher of the cluster's handshake, for other servers.
     Peer(Box<PeerCipher>),
 }
 
-/// The state of a connection with another server.
+/// The encryption of a connection with another server.
 #[derive(Debug)]
 pub struct PeerCipher {
     cipher: RecordCipher,
@@ -80,14 +81,15 @@ impl PeerCipher {
 pub struct Stream {
     socket: OwnedFd,
     security: Security,
-    /// Bytes that the socket did not take, and how much of them was sent since.
+    /// Bytes that the socket did not accept.
     backlog: Vec<u8>,
+    /// Bytes of the backlog that were sent since.
     backlog_sent: usize,
-    /// No more bytes come from the other end.
+    /// Whether the other end sends no more bytes.
     pub is_ended: bool,
-    /// The connection has failed: what waits to be sent will not be.
+    /// Whether the connection has failed: unsent bytes are dropped.
     pub is_broken: bool,
-    /// More bytes may have been decrypted than there was room for.
+    /// Whether decrypted bytes may remain for which there was no room.
     has_decrypted: bool,
 }
 
@@ -111,15 +113,15 @@ impl Stream {
         }
     }
 
-    /// Receives what has arrived, and appends it to `bytes`; returns how many bytes. Clients fill
-    /// at most the capacity.
+    /// Receives bytes from the socket and appends them to `bytes`; returns their number. Bytes of
+    /// clients fill at most the capacity.
     pub fn receive(&mut self, bytes: &mut Vec<u8>) -> u64 {
         let before = bytes.len();
         let received = match &mut self.security {
             Security::Plain => return self.receive_plain(bytes),
             Security::Tls(tls) => {
                 let received = tls.receive(self.socket.as_fd(), bytes);
-                // More may be decrypted than there was room for, and no event will say so.
+                // Decrypted bytes may remain for which there was no room. No event reports them.
                 self.has_decrypted = bytes.len() == bytes.capacity();
                 received
             }
@@ -150,7 +152,8 @@ impl Stream {
         }
     }
 
-    /// Sends parts; returns how many bytes were sent. What the socket does not take is kept.
+    /// Sends parts; returns the number of sent bytes. Bytes that the socket does not accept are
+    /// kept.
     pub fn send(&mut self, parts: &[&[u8]]) -> u64 {
         debug_assert!(!self.has_backlog());
         let len: usize = parts.iter().map(|part| part.len()).sum();
@@ -180,7 +183,7 @@ impl Stream {
         len as u64
     }
 
-    /// Sends what the socket did not take before; returns how many bytes were sent.
+    /// Sends the bytes that the socket did not accept before; returns the number of sent bytes.
     pub fn send_backlog(&mut self) -> u64 {
         let sent = match &mut self.security {
             Security::Plain => return self.send_plain_backlog(),
@@ -224,17 +227,17 @@ impl Stream {
         }
     }
 
-    /// Says that nothing more is sent, and has the other end receive what was.
+    /// Shuts the socket down for sending, and discards received bytes.
     ///
-    /// If bytes were unread when the socket is closed, the kernel would throw away what the other
-    /// end has not received yet.
+    /// If received bytes were unread when the socket is closed, the kernel would reset the
+    /// connection, and the other end would lose sent bytes that it has not received.
     pub fn end_sending(&mut self) {
         if self.is_broken || self.is_ended {
             return;
         }
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write);
-        let mut unread = vec![0; UNREAD_BYTES];
-        for _ in 0..UNREAD_TIMES {
+        let mut unread = vec![0; DRAIN_BUFFER_BYTES];
+        for _ in 0..DRAIN_READS_MAX {
             match rustix::net::recv(&self.socket, &mut unread[..], RecvFlags::empty()) {
                 Ok((_, 1..)) | Err(Errno::INTR) => {}
                 Ok((_, 0)) | Err(_) => return,
@@ -247,7 +250,7 @@ impl Stream {
         self.is_broken = true;
     }
 
-    /// Whether bytes wait until the socket takes them.
+    /// Whether unsent bytes wait for the socket.
     pub fn has_backlog(&self) -> bool {
         if self.is_broken {
             return false;
@@ -259,7 +262,7 @@ impl Stream {
         }
     }
 
-    /// How many bytes wait until the socket takes them, unless the connection is one of TLS.
+    /// The number of unsent bytes that wait for the socket; 0 for a connection with TLS.
     pub fn backlog_bytes(&self) -> usize {
         match &self.security {
             Security::Plain => self.backlog.len().saturating_sub(self.backlog_sent),
@@ -274,7 +277,7 @@ impl Stream {
     }
 }
 
-/// What is left of parts after some bytes were sent.
+/// The bytes of parts after the first `sent`.
 fn rest_of(parts: &[&[u8]], mut sent: usize) -> Vec<u8> {
     let mut rest = Vec::new();
     for part in parts {
@@ -290,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_sent_is_left() {
+    fn unsent_bytes_remain() {
         let parts = [&b"abc"[..], b"", b"defg"];
         for sent in 0..=7 {
             assert_eq!(rest_of(&parts, sent), &b"abcdefg"[sent..]);

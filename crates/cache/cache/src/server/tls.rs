@@ -15,20 +15,21 @@ use rustls::pki_types::{
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-/// Where the certificates of a server are.
+/// The files with the certificates of a server.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct TlsFiles {
-    /// The server's certificate and those that sign it, in PEM.
+    /// The server's certificate chain, in PEM.
     pub chain: PathBuf,
-    /// Its private key, in PEM.
+    /// The server's private key, in PEM.
     pub key: PathBuf,
-    /// Certificates that sign those of clients, in PEM.
+    /// Certificates of the authorities that sign those of clients, in PEM.
     pub client_ca: Option<PathBuf>,
-    /// Whether a client must have a certificate; otherwise one that it has must be valid.
+    /// Whether a client must have a certificate. If not, a certificate that a client shows must be
+    /// valid.
     pub requires_client: bool,
 }
 
-/// The certificates of a server, which can be read again while it runs.
+/// The certificates of a server, which can be reloaded while it runs.
 pub struct TlsSettings {
     files: TlsFiles,
     config: Mutex<Arc<ServerConfig>>,
@@ -38,7 +39,7 @@ impl TlsSettings {
     /// Reads the certificates.
     ///
     /// # Errors
-    /// If a file cannot be read, or has no certificate or key that can be used.
+    /// If a file cannot be read, or has no usable certificate or key.
     pub fn read(files: TlsFiles) -> Result<Self, String> {
         let config = Mutex::new(read(&files)?);
         Ok(Self { files, config })
@@ -50,24 +51,24 @@ impl TlsSettings {
         self.files.requires_client
     }
 
-    /// Reads the certificates again, for connections that are accepted from now on.
+    /// Reloads the certificates, for connections that are accepted from now on.
     ///
     /// # Errors
-    /// As for [`Self::read`]; the certificates that were read before stay in use.
+    /// The errors of [`Self::read`]; the previous certificates stay in use then.
     pub fn refresh(&self) -> Result<(), String> {
         let config = read(&self.files)?;
         *self.config.lock() = config;
         Ok(())
     }
 
-    /// The state of a new connection.
+    /// Creates the state of a new connection.
     ///
     /// # Errors
-    /// If the library refuses.
+    /// If `rustls` rejects the configuration.
     pub fn accept(&self) -> Result<TlsStream, rustls::Error> {
         let config = Arc::clone(&self.config.lock());
         let mut connection = ServerConnection::new(config)?;
-        // Replies of one turn are bounded, and no more are made while some wait.
+        // Replies of one turn are bounded, and no more are written while some are unsent.
         connection.set_buffer_limit(None);
         Ok(TlsStream { connection })
     }
@@ -112,8 +113,8 @@ fn read(files: &TlsFiles) -> Result<Arc<ServerConfig>, String> {
     Ok(Arc::new(config))
 }
 
-/// The first private key of a file in PEM. As for OpenSSL, the label may be that of another form
-/// than the key has.
+/// The first private key of a file in PEM. As in OpenSSL, the label may be that of another form of
+/// key.
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
     let labelled = PrivateKeyDer::from_pem_file(path)
         .map_err(|error| format!("no private key can be read from {}: {error}", path.display()))?;
@@ -148,7 +149,7 @@ impl fmt::Debug for TlsStream {
     }
 }
 
-/// A socket as the library reads and writes it.
+/// A socket, as `rustls` reads and writes it.
 struct Socket<'a>(BorrowedFd<'a>);
 
 impl Read for Socket<'_> {
@@ -169,14 +170,14 @@ impl Write for Socket<'_> {
 }
 
 impl TlsStream {
-    /// Receives what has arrived, and appends what it says to `bytes`, up to its capacity. Returns
-    /// whether the client may send more.
+    /// Receives and decrypts bytes, and appends them to `bytes` up to its capacity. Returns whether
+    /// the client may send more.
     ///
     /// # Errors
-    /// If the connection is broken, or if the client does not keep to the protocol.
+    /// If the connection is broken, or if the client violates the protocol.
     pub fn receive(&mut self, socket: BorrowedFd<'_>, bytes: &mut Vec<u8>) -> io::Result<bool> {
         let mut is_open = true;
-        // What was decrypted before and had no room comes first.
+        // Bytes that were decrypted before and had no room come first.
         self.append_decrypted(bytes, &mut is_open)?;
         if bytes.len() == bytes.capacity() {
             return Ok(is_open);
@@ -188,7 +189,7 @@ impl TlsStream {
             Err(error) => return Err(error),
         }
         let processed = self.connection.process_new_packets();
-        // Parts of the handshake, or the reason why the connection ends.
+        // Sends records of the handshake, or the alert that ends the connection.
         self.flush(socket)?;
         processed.map_err(io::Error::other)?;
         self.append_decrypted(bytes, &mut is_open)?;
@@ -211,7 +212,7 @@ impl TlsStream {
                 }
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                // The client has closed its socket without saying so.
+                // The client has closed its socket without a `close_notify` alert.
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                     *is_open = false;
                     return Ok(());
@@ -221,7 +222,7 @@ impl TlsStream {
         }
     }
 
-    /// Encrypts bytes, and sends as much as the socket takes.
+    /// Encrypts bytes, and sends as many as the socket accepts.
     ///
     /// # Errors
     /// If the connection is broken.
@@ -232,7 +233,7 @@ impl TlsStream {
         self.flush(socket)
     }
 
-    /// Sends what is encrypted and was not sent.
+    /// Sends encrypted bytes that were not sent yet.
     ///
     /// # Errors
     /// If the connection is broken.
@@ -247,7 +248,7 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Whether something is encrypted and was not sent.
+    /// Whether encrypted bytes were not sent yet.
     pub fn has_backlog(&self) -> bool {
         self.connection.wants_write()
     }

@@ -19,22 +19,24 @@ use super::dealing::WorkerHandle;
 use super::peers::PeerSocket;
 use super::peers::links::{FrameEnd, Interest, Links, Waiter};
 use super::peers::serving::PeerConnection;
-use super::peers::waiting::Reach;
+use super::peers::waiting::PeerAccess;
 use super::source::Source;
 use crate::commands::lookahead::{self, Hashes, KEYS_AHEAD};
 use crate::commands::{Context, Replies, Service};
 use crate::operations::Access;
 
-/// Events that are taken at a time.
+/// Most events that one wait returns.
 const EVENTS_MAX: usize = 256;
-/// Free buffers that a thread keeps, of each kind.
+/// Most free buffers of each kind that a thread keeps.
 const BUFFERS_MAX: usize = 64;
-/// A buffer for replies that has grown beyond this is not kept.
+/// Largest capacity in bytes of a reply buffer that is kept.
 const REPLY_BUFFER_MAX: usize = 64 << 10;
-/// After so long a request is looked at again that waits for a partition, if nothing is said.
-const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-const LOOK_AGAIN_TIME: Duration = Duration::from_millis(20);
-const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+/// Interval at which waiting requests are retried, if no wake-up arrives before.
+const PARKED_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+/// [`PARKED_RETRY_INTERVAL`] as the timeout of an epoll wait.
+const PARKED_RETRY_TIMESPEC: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// The timeout of an epoll wait that returns at once.
+const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// Serves connections.
 #[derive(Debug)]
@@ -48,21 +50,21 @@ pub struct Worker {
     free: Vec<usize>,
     peers: Vec<Option<PeerConnection>>,
     links: Links,
-    /// Connections to be served in the next turn.
+    /// Connections that are served in the next turn.
     ready: Vec<usize>,
     ready_peers: Vec<usize>,
-    /// Connections that look again at where a partition is.
+    /// Connections that are retried at [`PARKED_RETRY_INTERVAL`].
     parked: Vec<usize>,
     next_serial: u64,
     input_buffers: Vec<Vec<u8>>,
     reply_buffers: Vec<Vec<u8>>,
     idle_checked_s: u32,
-    looked_again: Instant,
-    /// When the current turn has begun.
+    last_retry: Instant,
+    /// The time at which the current turn has begun.
     now: Instant,
 }
 
-/// A connection in a turn: how much of its input was used.
+/// A connection that was served in a turn, with the number of used input bytes.
 struct Served<'p> {
     number: usize,
     used: usize,
@@ -100,7 +102,7 @@ impl Worker {
             input_buffers: Vec::new(),
             reply_buffers: Vec::new(),
             idle_checked_s: 0,
-            looked_again: Instant::now(),
+            last_retry: Instant::now(),
             now: Instant::now(),
         })
     }
@@ -113,7 +115,7 @@ impl Worker {
             match epoll::wait(&self.epoll, spare_capacity(&mut events), self.timeout().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!(%error, "cannot wait for requests");
+                    tracing::error!(%error, thread = self.thread, "epoll failed: the worker ends");
                     return;
                 }
             }
@@ -127,8 +129,8 @@ impl Worker {
                     Source::Waker => self.on_wake(),
                 }
             }
-            if self.looks_again() && self.now.duration_since(self.looked_again) >= LOOK_AGAIN_TIME {
-                self.look_again();
+            if self.has_waiting() && self.now.duration_since(self.last_retry) >= PARKED_RETRY_INTERVAL {
+                self.retry_waiting();
             }
             self.turn();
             if let Some((began, hits_before)) = hits {
@@ -145,8 +147,9 @@ impl Worker {
         counters.get_hits.get() - counters.fetched_hits.get()
     }
 
-    /// Whether requests wait for a partition, for room, or for the answer of another server.
-    fn looks_again(&self) -> bool {
+    /// Whether requests wait for a partition, for an item of the pool, for room, or for the answer
+    /// of another server.
+    fn has_waiting(&self) -> bool {
         !self.parked.is_empty()
             || self.links.has_flights()
             || self.peers.iter().flatten().any(PeerConnection::is_waiting)
@@ -154,9 +157,9 @@ impl Worker {
 
     fn timeout(&self) -> Option<Timespec> {
         if !self.ready.is_empty() || !self.ready_peers.is_empty() {
-            return Some(AT_ONCE);
+            return Some(NO_WAIT);
         }
-        self.looks_again().then_some(LOOK_AGAIN)
+        self.has_waiting().then_some(PARKED_RETRY_TIMESPEC)
     }
 
     fn on_client(&mut self, number: usize, flags: epoll::EventFlags) {
@@ -190,7 +193,7 @@ impl Worker {
         self.end_frames(ends);
     }
 
-    /// Has the connections go on whose frames have ended.
+    /// Makes the connections ready whose frames have ended.
     fn end_frames(&mut self, ends: Vec<(u64, Waiter, FrameEnd)>) {
         for (frame, waiter, end) in ends {
             let connection = self.connections.get_mut(waiter.number).and_then(Option::as_mut);
@@ -218,32 +221,32 @@ impl Worker {
 
     fn on_wake(&mut self) {
         let now_s = self.common.clock.now_s();
-        let dealt = self.handle.dealt();
-        for accepted in dealt.clients {
+        let new_connections = self.handle.take_connections();
+        for accepted in new_connections.clients {
             self.open(accepted, now_s);
         }
-        for socket in dealt.peers {
+        for socket in new_connections.peers {
             self.open_peer(socket);
         }
-        for (server, socket) in dealt.links {
+        for (server, socket) in new_connections.links {
             self.open_link(server, socket);
         }
         if self.common.idle_timeout_s != 0 && self.idle_checked_s != now_s {
             self.idle_checked_s = now_s;
             self.close_idle(now_s);
         }
-        self.look_again();
+        self.retry_waiting();
     }
 
-    /// Looks again at where the partitions are for which requests wait, and ends frames whose time
-    /// is over.
-    fn look_again(&mut self) {
-        self.looked_again = self.now;
+    /// Makes connections and peers with waiting requests ready, and ends frames whose time has
+    /// passed.
+    fn retry_waiting(&mut self) {
+        self.last_retry = self.now;
         let mut ends = Vec::new();
         self.links.expire(self.now, |frame, waiter, end| ends.push((frame, waiter, end)));
         self.end_frames(ends);
         for number in mem::take(&mut self.parked) {
-            if self.connections[number].as_ref().is_some_and(Connection::must_look_again) {
+            if self.connections[number].as_ref().is_some_and(Connection::must_retry) {
                 self.make_ready(number);
             }
         }
@@ -260,7 +263,7 @@ impl Worker {
         let number = self.free.pop().unwrap_or(self.connections.len());
         let data = Source::Client(number).data();
         if let Err(error) = epoll::add(&self.epoll, &connection, data, epoll::EventFlags::IN) {
-            tracing::warn!(%error, "cannot serve a connection");
+            tracing::warn!(%error, "cannot add a client to epoll; closing its connection");
             self.common.connections.fetch_sub(1, Ordering::Relaxed);
             if number < self.connections.len() {
                 self.free.push(number);
@@ -285,7 +288,7 @@ impl Worker {
         });
         match epoll::add(&self.epoll, &peer, Source::Peer(number).data(), epoll::EventFlags::IN) {
             Ok(()) => self.peers[number] = Some(peer),
-            Err(error) => tracing::warn!(%error, "cannot serve another server"),
+            Err(error) => tracing::warn!(%error, "cannot add a peer to epoll; closing its connection"),
         }
     }
 
@@ -297,7 +300,7 @@ impl Worker {
                 epoll::add(&self.epoll, descriptor, Source::Link(server).data(), epoll::EventFlags::IN)
             && error != Errno::EXIST
         {
-            tracing::warn!(%error, server, "cannot wait for answers of a server");
+            tracing::warn!(%error, server, "cannot add the link of a server to epoll");
         }
     }
 
@@ -359,7 +362,7 @@ impl Worker {
             })
             .collect();
         let pin = common.store.pin(self.thread);
-        // Requests for partitions of this server are as for partitions that are about to leave.
+        // A fenced server treats its own partitions as if they were about to leave.
         let is_fenced = !common.connector.may_serve();
         if is_fenced {
             pin.serve_until(0);
@@ -387,13 +390,19 @@ impl Worker {
                 && !connection.stream.has_backlog()
             {
                 let waiter = connection.waiter(*number);
-                let mut reach = Reach { links: &mut self.links, waiter, now: self.now };
-                used = connection.serve(input, common.requests_per_turn, &context, &mut reach, &mut replies);
+                let mut peer_access = PeerAccess { links: &mut self.links, waiter, now: self.now };
+                used = connection.serve(
+                    input,
+                    common.requests_per_turn,
+                    &context,
+                    &mut peer_access,
+                    &mut replies,
+                );
             }
             served.push(Served { number: *number, used, replies });
         }
-        // A turn may have lasted longer than the lease. One that began after the lease has served
-        // nothing of this server.
+        // The lease may have ended during the turn: then no reply is sent. A turn that began after
+        // the lease has served nothing of this server.
         let may_send = is_fenced || common.connector.may_serve();
         for Served { number, replies, .. } in &served {
             if let Some(connection) = &mut self.connections[*number]
@@ -420,7 +429,8 @@ impl Worker {
         }
     }
 
-    /// Serves other servers, and sends their replies. Returns how much of their inputs was used.
+    /// Serves other servers, and sends their replies. Returns the number of used bytes of each
+    /// input.
     fn serve_peers<'p>(
         &mut self,
         ready: &[usize],
@@ -475,12 +485,12 @@ impl Worker {
         if connection.waits_for != next {
             let before = mem::replace(&mut connection.waits_for, next);
             if let Err(error) = wait_for_client(&self.epoll, number, connection, before) {
-                tracing::warn!(%error, "cannot wait for a connection");
+                tracing::warn!(%error, "cannot change the epoll events of a client; closing its connection");
                 self.close(number);
                 return;
             }
         }
-        if connection.must_look_again() {
+        if connection.must_retry() {
             self.parked.push(number);
         }
         let can_send = !connection.stream.has_backlog();
@@ -509,7 +519,7 @@ impl Worker {
         if mem::replace(&mut peer.waits_to_send, waits_to_send) != waits_to_send {
             let flags = if waits_to_send { epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
             if let Err(error) = epoll::modify(&self.epoll, &*peer, Source::Peer(number).data(), flags) {
-                tracing::warn!(%error, "cannot wait for requests of a server; its connection is closed");
+                tracing::warn!(%error, "cannot change the epoll events of a peer; closing its connection");
                 self.peers[number] = None;
                 return;
             }
@@ -526,11 +536,12 @@ fn wait_for_link(epoll: &OwnedFd, server: u16, descriptor: BorrowedFd<'_>, inter
         Interest::Send => epoll::EventFlags::IN | epoll::EventFlags::OUT,
     };
     if let Err(error) = epoll::modify(epoll, descriptor, Source::Link(server).data(), flags) {
-        tracing::warn!(%error, server, ?interest, "cannot wait for a server");
+        tracing::warn!(%error, server, ?interest, "cannot change the epoll events of a link");
     }
 }
 
-/// Waits for what a connection needs; before, it waited for something else.
+/// Changes the epoll events of a connection, which waited for `before`, to those for which it waits
+/// now.
 fn wait_for_client(
     epoll: &OwnedFd,
     number: usize,
@@ -541,7 +552,7 @@ fn wait_for_client(
     let flags = match connection.waits_for {
         WaitsFor::Requests => epoll::EventFlags::IN,
         WaitsFor::Room => epoll::EventFlags::OUT,
-        // A closed socket has events even if none is waited for.
+        // A closed socket has events even if none is registered.
         WaitsFor::Nothing => return epoll::delete(epoll, connection),
     };
     if before == WaitsFor::Nothing {
@@ -551,8 +562,8 @@ fn wait_for_client(
     }
 }
 
-/// Loads the memory that the requests of the first connections need; returns of how many
-/// connections.
+/// Prefetches the memory that the requests of the first connections need; returns the number of
+/// those connections.
 fn look_ahead(inputs: &[Input], context: &Context<'_>) -> usize {
     let mut hashes = Hashes::new();
     let mut connections = 0;

@@ -1,13 +1,13 @@
-//! The memory that all partitions of a server share.
+//! The budget of memory that all partitions of a server share.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A limit in bytes, and what is used of it.
+/// A limit in bytes, and the bytes that are used of it.
 #[derive(Debug)]
 pub struct Budget {
     limit: AtomicU64,
     used: AtomicU64,
-    /// Part of `used` that is free as soon as no thread can see it.
+    /// The part of `used` that is freed as soon as no thread can access it.
     retired: AtomicU64,
 }
 
@@ -18,7 +18,7 @@ impl Budget {
         Self { limit: AtomicU64::new(limit), used: AtomicU64::new(0), retired: AtomicU64::new(0) }
     }
 
-    /// Charges bytes, if so many are free; returns whether they were.
+    /// Charges bytes if they are free; returns whether they were.
     pub fn charge(&self, bytes: u64) -> bool {
         let used = self.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
         let fits = used <= self.limit();
@@ -28,7 +28,7 @@ impl Budget {
         fits
     }
 
-    /// Charges bytes that cannot be refused.
+    /// Charges bytes, even beyond the limit.
     pub fn charge_always(&self, bytes: u64) {
         self.used.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -38,7 +38,7 @@ impl Budget {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Announces that used bytes are free soon.
+    /// Announces that used bytes will soon be free.
     pub fn retire(&self, bytes: u64) {
         self.retired.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -49,7 +49,7 @@ impl Budget {
         self.free(bytes);
     }
 
-    /// Whether bytes were announced that are not yet free.
+    /// Whether announced bytes are not yet free.
     pub fn has_retired(&self) -> bool {
         self.retired.load(Ordering::Relaxed) != 0
     }
@@ -60,7 +60,7 @@ impl Budget {
         (self.limit() + self.retired.load(Ordering::Relaxed)).saturating_sub(used)
     }
 
-    /// Bytes in use that are not free soon.
+    /// Bytes in use that were not announced to be free soon.
     pub fn kept(&self) -> u64 {
         self.used().saturating_sub(self.retired.load(Ordering::Relaxed))
     }
@@ -75,7 +75,7 @@ impl Budget {
         self.limit.load(Ordering::Relaxed)
     }
 
-    /// Sets another limit. What is used beyond it is freed by the next writes.
+    /// Sets another limit. The next writes free bytes that are used beyond it.
     pub fn set_limit(&self, limit: u64) {
         self.limit.store(limit, Ordering::Relaxed);
     }

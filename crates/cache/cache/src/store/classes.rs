@@ -1,8 +1,8 @@
 //! Expiry classes: items that expire at about the same time share runs, so that whole runs expire
 //! (TTL buckets of Segcache, NSDI 2021, §4.1).
 
-/// Classes. Class 0 is that of items that do not expire; class n that of items that expire within
-/// 2ⁿ⁻¹ to 2ⁿ − 1 seconds.
+/// Number of classes. Class 0 has the items that do not expire, and class n those that expire
+/// within 2ⁿ⁻¹ to 2ⁿ − 1 seconds.
 pub const CLASSES: usize = 34;
 
 /// The class of an item that expires in this second, or never if it is 0.
@@ -15,8 +15,8 @@ pub fn class_of(expires_s: u32, now_s: u32) -> usize {
     left.ilog2() as usize + 1
 }
 
-/// How long a run of a class is open at most: a quarter of the time in which its items expire, so
-/// that they do not wait long for the last of them. `None` if there is no such limit.
+/// Longest time in seconds for which a run of a class is open: a quarter of the time in which its
+/// items expire, so that they do not stay long after their expiry. `None` if there is no limit.
 #[must_use]
 pub fn open_max_s(class: usize) -> Option<u32> {
     if class == 0 { None } else { Some((1 << (class - 1) >> 2).max(1)) }

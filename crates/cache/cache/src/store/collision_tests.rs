@@ -1,4 +1,4 @@
-//! Keys that all have the same hash, or one of few: searches find what is stored.
+//! Keys that all have the same hash, or one of few hashes: searches find the stored items.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use aquifer_mutation::Mutations as _;
 /// Most items of a chain.
 const ITEMS_MAX: usize = CHAIN_MAX * 7;
 
-/// A store whose keys have hashes of these bits only.
+/// A store whose hashes have only the bits of `mask`.
 fn store(mask: u64, evicts: bool) -> Store {
     let hasher = KeyHasher::new(HashSecret([1, 2])).with_mask(mask);
     let options =
@@ -55,8 +55,8 @@ fn items_beyond_a_full_chain_are_evicted() {
     let store = store(0, true);
     for number in 0..3 * ITEMS_MAX {
         set(&store, &key(number), &key(number)).unwrap();
-        assert_eq!(get(&store, &key(number)), Some(key(number)), "what was stored is read");
-        assert_eq!(get(&store, &key(0)), Some(key(0)), "what is read is not evicted");
+        assert_eq!(get(&store, &key(number)), Some(key(number)), "a stored item is read");
+        assert_eq!(get(&store, &key(0)), Some(key(0)), "an item that is read is not evicted");
     }
     let readable = (0..3 * ITEMS_MAX).filter(|number| get(&store, &key(*number)).is_some()).count();
     assert_eq!(readable, ITEMS_MAX);
@@ -82,14 +82,14 @@ fn a_store_without_evictions_refuses_items_beyond_a_full_chain() {
 }
 
 #[test]
-fn a_chain_that_is_longer_than_a_search_is_noticed() {
+fn a_chain_that_is_longer_than_a_search_is_detected() {
     let outcome = std::panic::catch_unwind(|| {
         Mutation::ChainTooLong.while_active(items_beyond_a_full_chain_are_evicted);
     });
     assert!(outcome.is_err());
 }
 
-/// What a client does with one of few keys.
+/// A command of a client for one of few keys.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Set(usize, u8),
@@ -146,7 +146,7 @@ fn play(steps: &[Step], mask: u64, evicts: bool) -> Result<(), TestCaseError> {
         assert!(found.is_none() || found == Some(vec![*value; 9]));
         found.is_some()
     });
-    prop_assert_eq!(store.content().items, expected.len() as u64, "each item is one that can be read");
+    prop_assert_eq!(store.content().items, expected.len() as u64, "each counted item can be read");
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! Memory of a partition that is complete: nothing uses it, and a store can adopt it.
+//! Complete memory of a partition: no store uses it, and a store can adopt it.
 
 use std::sync::atomic::Ordering;
 
@@ -6,14 +6,14 @@ use super::hash::HashSecret;
 use super::layout::{Layout, MAGIC, header};
 use super::memory::Memory;
 
-/// What a store must have in common with the one that completed the memory.
+/// The properties in which a store must agree with the store that completed the memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Identity {
     /// The layout.
     pub layout: Layout,
     /// The partition's number.
     pub partition: usize,
-    /// How many partitions there are.
+    /// The number of partitions.
     pub partitions: usize,
     /// Whether items have cas numbers.
     pub has_cas: bool,
@@ -21,24 +21,24 @@ pub struct Identity {
     pub hash_secret: HashSecret,
 }
 
-/// The state of a partition beside what its run table and index say.
+/// The state of a partition that is not in its run table and index.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Completed {
     /// The last cas number.
     pub cas: u64,
-    /// Items.
+    /// The number of items.
     pub items: u64,
     /// The second of the cache's clock.
     pub now_s: u32,
-    /// The same second since 1970.
+    /// The second since 1970 at the same moment.
     pub unix_s: i64,
 }
 
-/// The bits of the first word that are the version.
+/// The lowest bit of the version in the first word.
 const VERSION_SHIFT: u32 = 56;
 
-/// The words of the header that the checksum covers, in order.
-const COVERED: usize = header::CHECKSUM / 8;
+/// The number of words of the header that the checksum covers.
+const CHECKSUM_WORDS: usize = header::CHECKSUM / 8;
 
 impl Completed {
     /// Marks the memory as complete.
@@ -49,8 +49,8 @@ impl Completed {
         memory.word(header::CHECKSUM).store(checksum(memory), Ordering::Release);
     }
 
-    /// Reads the state from memory that is complete, and marks it as in use. `None` if it is not
-    /// complete, or if another store completed it.
+    /// Reads the state from complete memory, and marks the memory as in use. Returns `None` if the
+    /// memory is not complete, or if a store with another identity has completed it.
     pub fn adopt(memory: &Memory, identity: &Identity) -> Option<Self> {
         let load = |offset: usize| load(memory, offset);
         let is_same = identity.words().into_iter().all(|(offset, word)| load(offset) == word);
@@ -92,7 +92,7 @@ impl Identity {
     }
 }
 
-/// The secret in memory that is complete; `None` if it is not.
+/// The secret in complete memory; `None` if the memory is not complete.
 pub fn hash_secret(memory: &Memory) -> Option<HashSecret> {
     let is_complete =
         load(memory, header::MAGIC) == MAGIC && load(memory, header::CHECKSUM) == checksum(memory);
@@ -100,7 +100,7 @@ pub fn hash_secret(memory: &Memory) -> Option<HashSecret> {
     is_complete.then(|| HashSecret([word(0), word(1)]))
 }
 
-/// The version of memory that a store of another version has completed.
+/// The version of memory that a store of another version of the format has completed.
 pub fn other_version(memory: &Memory) -> Option<u8> {
     let first = load(memory, header::MAGIC);
     let [.., version] = first.to_le_bytes();
@@ -114,7 +114,7 @@ fn load(memory: &Memory, offset: usize) -> u64 {
 
 fn checksum(memory: &Memory) -> u64 {
     let mut bytes = [0; header::CHECKSUM];
-    for (word, bytes) in (0..COVERED).zip(bytes.chunks_exact_mut(8)) {
+    for (word, bytes) in (0..CHECKSUM_WORDS).zip(bytes.chunks_exact_mut(8)) {
         bytes.copy_from_slice(&memory.word(word * 8).load(Ordering::Acquire).to_le_bytes());
     }
     xxhash_rust::xxh3::xxh3_64(&bytes)
@@ -145,7 +145,7 @@ mod tests {
             assert_eq!(Completed::adopt(&memory, &other), None);
         }
         assert_eq!(Completed::adopt(&memory, &identity), Some(completed));
-        assert_eq!(Completed::adopt(&memory, &identity), None, "it is in use");
+        assert_eq!(Completed::adopt(&memory, &identity), None, "the memory is in use");
         assert_eq!((super::hash_secret(&memory), other_version(&memory)), (None, None));
     }
 

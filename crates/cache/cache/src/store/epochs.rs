@@ -1,16 +1,16 @@
-//! Epochs: when memory that was unlinked can be used again.
+//! Epochs: they determine when unlinked memory can be reused.
 //!
 //! A thread pins the current epoch for as long as it may use items: for a turn of its loop, not for
-//! each item. What is unlinked is retired in the current epoch, and the epoch advances. No thread
-//! can see it any more when all pinned threads have pinned a later epoch.
+//! each item. Unlinked memory is retired in the current epoch, and the epoch advances. No thread
+//! can access the memory any more when all pinned threads have pinned a later epoch.
 
 use std::cell::Cell;
 
 use super::sync::{AtomicU64, Ordering, fence};
 
-/// A thread that has pinned no epoch.
+/// The epoch of a thread that has pinned none.
 const UNPINNED: u64 = u64::MAX;
-/// The end of the time in which a thread may serve, if it has none.
+/// The time until which a thread may serve, if there is no limit.
 pub const NO_END_US: u64 = u64::MAX;
 
 /// A thread's epoch, on a cache line of its own.
@@ -25,12 +25,12 @@ pub struct Epochs {
     pinned: Box<[Pinned]>,
 }
 
-/// A thread's right to use items: none of those that it sees is freed while the pin lives.
+/// A thread's pinned epoch: no item that the thread finds is freed while the pin lives.
 #[derive(Debug)]
 pub struct Pin<'a> {
     pinned: &'a AtomicU64,
-    /// The end of the time in which the thread may serve, in microseconds since the start of the
-    /// machine; 0 if it may serve nothing.
+    /// The time until which the thread may serve, in microseconds since the start of the machine;
+    /// 0 if it may serve nothing.
     serves_until_us: Cell<u64>,
 }
 
@@ -52,7 +52,7 @@ impl Epochs {
         assert_eq!(pinned.load(Ordering::Relaxed), UNPINNED, "thread {thread} has pinned an epoch");
         pinned.store(self.current.load(Ordering::Acquire), Ordering::Relaxed);
         // The pin must be visible before this thread reads the index. With the fence in `retire`,
-        // either the other thread sees the pin, or this thread sees what the other has unlinked.
+        // either the other thread sees the pin, or this thread sees the changes of the other.
         fence(Ordering::SeqCst);
         Pin { pinned, serves_until_us: Cell::new(NO_END_US) }
     }
@@ -63,7 +63,7 @@ impl Epochs {
         self.current.fetch_add(1, Ordering::AcqRel)
     }
 
-    /// The oldest epoch that a thread has pinned. What was retired before it can be used again.
+    /// The oldest epoch that a thread has pinned. Memory that was retired before it can be reused.
     #[must_use]
     pub fn oldest(&self) -> u64 {
         fence(Ordering::SeqCst);
@@ -73,13 +73,13 @@ impl Epochs {
 }
 
 impl Pin<'_> {
-    /// Lets the thread serve until this time since the start of the machine, in microseconds;
-    /// returns the end before.
+    /// Sets the time until which the thread may serve, in microseconds since the start of the
+    /// machine; returns the previous one.
     pub fn serve_until(&self, end_us: u64) -> u64 {
         self.serves_until_us.replace(end_us)
     }
 
-    /// The end of the time in which the thread may serve: [`NO_END_US`], or 0 for nothing.
+    /// The time until which the thread may serve: [`NO_END_US`] for no limit, or 0 for nothing.
     pub fn serves_until_us(&self) -> u64 {
         self.serves_until_us.get()
     }

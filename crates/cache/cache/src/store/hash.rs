@@ -10,7 +10,7 @@ use siphasher::sip::SipHasher13;
 /// A key and its hash.
 #[derive(Clone, Copy, Debug)]
 pub struct Key<'a> {
-    /// From 1 to 250 bytes.
+    /// The bytes of the key, 1 to 250.
     pub bytes: &'a [u8],
     /// The hash, which chooses the partition and the place in the index.
     pub hash: u64,
@@ -21,7 +21,7 @@ pub struct Key<'a> {
 pub struct HashSecret(pub [u64; 2]);
 
 impl HashSecret {
-    /// A random secret.
+    /// Creates a random secret.
     ///
     /// # Errors
     /// If the system has no random numbers.
@@ -47,13 +47,13 @@ impl fmt::Debug for HashSecret {
 pub struct KeyHasher {
     sip: SipHasher13,
     secret: HashSecret,
-    /// The bits that a test leaves of each hash.
+    /// The bits of each hash that a test keeps.
     #[cfg(debug_assertions)]
     mask: u64,
 }
 
 impl KeyHasher {
-    /// The hash of a cache with this secret.
+    /// The hasher of a cache with this secret.
     #[must_use]
     pub fn new(secret: HashSecret) -> Self {
         let HashSecret([first, second]) = secret;
@@ -65,7 +65,7 @@ impl KeyHasher {
         }
     }
 
-    /// The hash with a random secret.
+    /// A hasher with a random secret.
     ///
     /// # Errors
     /// If the system has no random numbers.
@@ -73,13 +73,13 @@ impl KeyHasher {
         HashSecret::random().map(Self::new)
     }
 
-    /// This hasher with another secret.
+    /// Replaces the secret.
     #[must_use]
     pub fn with_secret(self, secret: HashSecret) -> Self {
         Self { secret, sip: Self::new(secret).sip, ..self }
     }
 
-    /// This hasher with only some bits of each hash, so that keys collide.
+    /// Keeps only some bits of each hash, so that keys collide.
     #[cfg(debug_assertions)]
     #[must_use]
     pub fn with_mask(self, mask: u64) -> Self {

@@ -7,8 +7,8 @@
 //!
 //! Readers take no lock. One writer at a time changes the index, under the partition's lock. It
 //! replaces an item by one store. While it moves slots from one bucket to another, the version in
-//! the head of the chain is odd; a reader that found nothing looks again if the version was odd or
-//! has changed.
+//! the head of the chain is odd; a reader that found nothing retries if the version was odd or has
+//! changed.
 
 use aquifer_mutation::mutations;
 use serde::{Deserialize, Serialize};
@@ -25,10 +25,10 @@ const SLOTS: usize = BUCKET_WORDS - 1;
 const BUCKETS_MIN: u64 = 1 << TAG_LOW_BIT;
 /// A bucket is added when there are more items than this per bucket.
 const ITEMS_PER_BUCKET: f64 = 7.0;
-/// After so many searches without an answer a reader takes the partition's lock.
+/// Searches without a lock after which a reader acquires the partition's lock.
 const ATTEMPTS: usize = 16;
-/// Most buckets of a chain. An insert makes no longer one, so that a search of so many sees all
-/// slots. A reader that meets more follows links that are being changed.
+/// Most buckets of a chain: an insert makes no longer one, and a search visits no more. A reader
+/// that meets more follows links that a writer is changing.
 pub const CHAIN_MAX: usize = 64;
 
 mutations! {
@@ -36,11 +36,11 @@ mutations! {
     pub enum Mutation {
         /// A bucket is split without a change of its version.
         SplitWithoutVersion,
-        /// A reader that found nothing does not look at the version again.
+        /// A reader that found nothing does not check the version.
         IgnoreVersion,
-        /// A reader that found nothing does not look at the number of buckets again.
+        /// A reader that found nothing does not check the number of buckets.
         IgnoreCount,
-        /// An insert makes chains that are longer than a search goes.
+        /// An insert makes chains of more than [`CHAIN_MAX`] buckets.
         ChainTooLong,
     }
 }
@@ -55,11 +55,11 @@ pub trait Words {
     fn store(&self, at: usize, value: u64);
     /// Replaces a word if it has the expected value; returns whether it had.
     fn replace(&self, at: usize, expected: u64, value: u64) -> bool;
-    /// Has the processor load a word that is soon needed. Only speed depends on it.
+    /// Prefetches a word that is soon needed. Only speed depends on it.
     fn prefetch(&self, at: usize);
 }
 
-/// Where the parts of an index are in its words.
+/// The layout of an index in its words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IndexLayout {
     /// The word with the number of buckets.
@@ -70,20 +70,20 @@ pub struct IndexLayout {
     pub overflow_free: usize,
     /// The first word of the buckets.
     pub buckets: usize,
-    /// Most buckets.
+    /// The greatest number of buckets.
     pub buckets_max: usize,
     /// The first word of the overflow buckets.
     pub overflow: usize,
-    /// Most overflow buckets.
+    /// The greatest number of overflow buckets.
     pub overflow_max: usize,
 }
 
 /// The words of an index that are not in its buckets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct IndexState {
-    /// Buckets.
+    /// The number of buckets.
     pub buckets: u64,
-    /// Overflow buckets that were ever used.
+    /// The number of overflow buckets that were ever used.
     pub overflow_buckets: u64,
     /// The number + 1 of the first free overflow bucket, or 0.
     pub overflow_free: u64,
@@ -109,7 +109,7 @@ pub struct Found {
     pub slot: Slot,
 }
 
-/// The answer of a search without the lock.
+/// The result of a search without the lock.
 #[derive(Clone, Copy, Debug)]
 pub enum Search {
     /// The item's slot.
@@ -117,17 +117,17 @@ pub enum Search {
     /// No item has the key.
     Missing,
     /// A writer is changing the chain: search again with the partition's lock held.
-    Unsettled,
+    Inconclusive,
 }
 
-/// Where the item of a key probably is.
+/// The probable location of the item of a key.
 #[derive(Clone, Copy, Debug)]
 pub enum Guess {
-    /// At this place.
+    /// The item is probably at this location.
     At(Location),
-    /// In this overflow bucket, which begins at this word, or in one after it.
+    /// The slot can only be in this overflow bucket, which begins at this word, or in one after it.
     After(usize),
-    /// Nowhere.
+    /// The index has no slot for the hash.
     None,
 }
 
@@ -136,11 +136,11 @@ pub enum Guess {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChainFull;
 
-/// What a walk along a chain has found.
+/// The result of a walk along a chain.
 enum Scan {
     Found(Found),
     Missing,
-    /// There are more than [`CHAIN_MAX`] buckets.
+    /// The chain has more than [`CHAIN_MAX`] buckets.
     TooLong,
 }
 
@@ -148,8 +148,8 @@ impl<W: Words> Index<W> {
     /// The index in these words, which is empty if they are all zero.
     ///
     /// # Panics
-    /// If the layout has fewer buckets than an empty index needs, or more than slots can tell
-    /// apart.
+    /// If the layout has fewer buckets than an empty index needs, or more than the hash bits of
+    /// slots can distinguish.
     pub fn new(words: W, layout: IndexLayout) -> Self {
         assert!(layout.buckets_max as u64 >= BUCKETS_MIN && layout.buckets_max <= 1 << BUCKET_BITS_MAX);
         if words.load(layout.count) == 0 {
@@ -163,7 +163,7 @@ impl<W: Words> Index<W> {
         &self.words
     }
 
-    /// The state. While a writer changes the index, the parts may not match.
+    /// The state. While a writer changes the index, its parts may be inconsistent.
     pub fn state(&self) -> IndexState {
         IndexState {
             buckets: self.words.load(self.layout.count),
@@ -172,8 +172,7 @@ impl<W: Words> Index<W> {
         }
     }
 
-    /// Sets the state, for buckets that were written by another one. No other thread may use the
-    /// index.
+    /// Sets the state, for buckets that another index wrote. No other thread may use the index.
     pub fn restore(&self, state: IndexState) {
         self.words.store(self.layout.count, state.buckets);
         self.words.store(self.layout.overflow_count, state.overflow_buckets);
@@ -201,34 +200,34 @@ impl<W: Words> Index<W> {
             if let Scan::Found(found) = scan {
                 return Search::Found(found);
             }
-            // Items leave this chain only while its version is odd, and a bucket that the chain was
-            // split into is counted before they do.
+            // Items leave this chain only while its version is odd, and the bucket of a split is
+            // counted before items leave the chain.
             let same_version = version.is_multiple_of(2) && version_of(self.words.load(head_at)) == version
                 || Mutation::IgnoreVersion.is_active();
             let same_bucket = bucket_of(hash, self.words.load(self.layout.count)) == bucket
                 || Mutation::IgnoreCount.is_active();
-            let settled = same_version && same_bucket && matches!(scan, Scan::Missing);
-            if settled {
+            let is_certain = same_version && same_bucket && matches!(scan, Scan::Missing);
+            if is_certain {
                 return Search::Missing;
             }
             std::hint::spin_loop();
         }
-        Search::Unsettled
+        Search::Inconclusive
     }
 
-    /// Has the processor load the bucket of a key, which is soon needed.
+    /// Prefetches the bucket of a key.
     #[inline]
     pub fn prefetch(&self, hash: u64) {
         self.prefetch_bucket(self.bucket(bucket_of(hash, self.words.load(self.layout.count))));
     }
 
-    /// Has the processor load the bucket that begins at this word.
+    /// Prefetches the bucket that begins at this word.
     #[inline]
     pub fn prefetch_bucket(&self, bucket: usize) {
         self.words.prefetch(bucket);
     }
 
-    /// Where the item of a key probably is, as far as its first bucket says.
+    /// The probable location of the item of a key, from the first bucket of its chain alone.
     #[inline]
     pub fn guess(&self, hash: u64) -> Guess {
         let bucket = self.bucket(bucket_of(hash, self.words.load(self.layout.count)));
@@ -239,11 +238,11 @@ impl<W: Words> Index<W> {
         }
     }
 
-    /// The place of the first item in this bucket whose key may have this hash.
+    /// The location of the first item in this bucket whose key may have this hash.
     #[inline]
     pub fn guess_in(&self, bucket: usize, hash: u64) -> Option<Location> {
         let slots = (bucket + 1..bucket + BUCKET_WORDS).map(|at| Slot(self.words.load(at)));
-        slots.into_iter().find(|slot| slot.may_be(hash)).map(Slot::location)
+        slots.into_iter().find(|slot| slot.matches_hash(hash)).map(Slot::location)
     }
 
     /// Searches the slot of a key. Must be called with the partition's lock held.
@@ -269,7 +268,7 @@ impl<W: Words> Index<W> {
         }
     }
 
-    /// Publishes another place for a found item. Must be called with the partition's lock held.
+    /// Publishes another slot for a found item. Must be called with the partition's lock held.
     pub fn replace(&self, found: Found, slot: Slot) {
         self.words.store(found.at, slot.0);
     }
@@ -315,7 +314,7 @@ impl<W: Words> Index<W> {
                 } else if !moves(slot) {
                     stays.push(slot.0);
                 } else if self.insert_into(to, slot).is_err() {
-                    // Without memory for the new chain nothing is moved, and the table is not
+                    // There is no memory for the new chain: nothing is moved, and the table is not
                     // split.
                     self.clear(to);
                     self.advance_version(from);
@@ -373,7 +372,7 @@ impl<W: Words> Index<W> {
         for _ in 0..CHAIN_MAX {
             for at in bucket + 1..bucket + BUCKET_WORDS {
                 let slot = Slot(self.words.load(at));
-                if slot.may_be(hash) && is_key(slot.location()) {
+                if slot.matches_hash(hash) && is_key(slot.location()) {
                     return Scan::Found(Found { at, slot });
                 }
             }
@@ -489,9 +488,9 @@ impl<W: Words> Index<W> {
     }
 }
 
-/// The part of a head with the number + 1 of the next overflow bucket, or 0.
+/// The bits of a head with the number + 1 of the next overflow bucket, or 0.
 const LINK_MASK: u64 = u32::MAX as u64;
-/// The rest of a head is the version.
+/// The lowest bit of the version in a head; the version has the upper 32 bits.
 const VERSION_ONE: u64 = 1 << 32;
 
 #[inline]

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | 0 | 1 | marks: which fields follow, and the states of an item |
 //! | 1 | 1 | length of the key |
-//! | 2 | 3 | length of the value, or `0xFF_FFFF` if it has a field of its own |
+//! | 2 | 3 | length of the value, or `0xFF_FFFF` if the next field has it |
 //! | | 4 | length of the value, if it is large |
 //! | | 4 | flags of the client, if they are not 0 |
 //! | | 4 | second in which the item expires, if it does |
@@ -22,9 +22,9 @@ pub const KEY_MAX: usize = 250;
 /// Longest header.
 const HEADER_MAX: usize = 25;
 const VALUE_IS_LARGE: usize = 0xFF_FFFF;
-/// Bytes at the start of each item from which its length can be told, unless its value is long.
+/// Bytes at the start of an item from which its length follows, unless its value is long.
 pub const PREFIX_BYTES: usize = 5;
-/// Bytes at the start of an item with a long value from which its length can be told.
+/// Bytes at the start of an item with a long value from which its length follows.
 pub const LONG_PREFIX_BYTES: usize = 9;
 
 const HAS_CLIENT_FLAGS: u8 = 1;
@@ -32,7 +32,7 @@ const HAS_EXPIRY: u8 = 1 << 1;
 const HAS_CAS_DIFFERENCE: u8 = 1 << 2;
 const HAS_CAS: u8 = 1 << 3;
 const STATES_SHIFT: u32 = 4;
-/// The first byte of a mark: an item has one form of its cas number.
+/// The first byte of a mark. No item has it, because an item has only one form of its cas number.
 const MARK: u8 = HAS_CAS_DIFFERENCE | HAS_CAS;
 /// Bytes of a mark.
 pub const MARK_BYTES: usize = 5;
@@ -58,20 +58,20 @@ impl States {
         self.0 & states.0 == states.0
     }
 
-    /// These states and others.
+    /// Adds states.
     #[must_use]
     pub fn with(self, states: Self) -> Self {
         Self(self.0 | states.0)
     }
 
-    /// These states without others.
+    /// Removes states.
     #[must_use]
     pub fn without(self, states: Self) -> Self {
         Self(self.0 & !states.0)
     }
 }
 
-/// What an item has beside its key and value.
+/// The fields of an item other than its key and value.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Header {
     /// The client's flags.
@@ -80,22 +80,22 @@ pub struct Header {
     pub expires_s: u32,
     /// The unique number of this state of the item, or 0 if the cache has no such numbers.
     pub cas: u64,
-    /// States.
+    /// The states of the item.
     pub states: States,
 }
 
 /// An item in the log.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Item<'a> {
-    /// What it has beside key and value.
+    /// The fields other than key and value.
     pub header: Header,
     /// The key.
     pub key: &'a [u8],
     /// The value.
     pub value: &'a [u8],
-    /// Whether it was read since it was stored.
+    /// Whether the item was read since it was stored.
     pub is_fetched: bool,
-    /// Where it is, if it is stored.
+    /// The location, if the item is stored.
     pub place: Option<Location>,
 }
 
@@ -206,7 +206,7 @@ pub fn mark(second: u32) -> [u8; MARK_BYTES] {
     [MARK, a, b, c, d]
 }
 
-/// The second of a mark, if these are the first bytes of one.
+/// The second of the mark at the start of these bytes, if they begin with a mark.
 #[inline]
 #[must_use]
 pub fn marked_s(prefix: &[u8]) -> Option<u32> {
@@ -280,7 +280,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_encoded_is_decoded(
+        fn an_encoded_item_is_decoded(
             client_flags: u32, expires_s: u32, cas: u64, near: bool, states in 0u8..8,
             key in prop::collection::vec(any::<u8>(), 1..250), value_len in 0usize..100, large: bool,
         ) {

@@ -1,4 +1,5 @@
-//! Partitions whose memory outlives the store: completed by one, and adopted by a later one.
+//! Partitions whose memory outlives the store: a store completes them, and a later store adopts
+//! them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,9 +9,10 @@ use super::partition::Partition;
 use super::{Shared, Store, StoreOptions, cas, identity, layout_of};
 
 impl Store {
-    /// A store with memory of partitions that an earlier store with the same options has completed,
-    /// by their numbers. A partition whose memory cannot be used, or has no room in the limit, is
-    /// empty. `now_s` is the second of this store's clock, and `unix_s` the same second since 1970.
+    /// Creates a store that adopts the memory of partitions that an earlier store with the same
+    /// options has completed, by their numbers. A partition whose memory cannot be used, or exceeds
+    /// the limit, is empty. `now_s` is the second of this store's clock, and `unix_s` the same
+    /// second since 1970.
     ///
     /// # Errors
     /// If the system has no memory or descriptors for it.
@@ -32,7 +34,7 @@ impl Store {
                     return Ok(partition);
                 }
                 Some(Err(error)) => {
-                    tracing::warn!(%error, partition = number, "kept memory of a partition is not used");
+                    tracing::warn!(%error, partition = number, "cannot adopt a kept partition; it is empty");
                 }
                 None => {}
             }

@@ -1,4 +1,4 @@
-//! Where things are in the memory of a partition.
+//! The layout of a partition's memory.
 //!
 //! | part | bytes |
 //! |---|---|
@@ -8,8 +8,8 @@
 //! | overflow buckets of the index | 64 each |
 //! | runs of the log | 64 KiB each |
 //!
-//! All parts are as large as they can become. The memory is zero, and takes no room, until it is
-//! written.
+//! All parts have their greatest size from the start. Memory that was never written is zero and
+//! uses no pages.
 
 use super::index::{BUCKET_BYTES, IndexLayout, IndexState};
 use super::memory::PAGE_BYTES;
@@ -17,9 +17,10 @@ use super::slot::{BUCKET_BITS_MAX, RUN_BYTES, RUNS_MAX, TAG_LOW_BIT};
 
 /// Bytes of an entry in the table of runs.
 pub const RUN_ENTRY_BYTES: usize = 64;
-/// The fewest bytes of the log for each bucket: at six items a bucket, items of 21 bytes.
+/// Bytes of the limit for each bucket of the largest index: at six items per bucket, items of 21
+/// bytes.
 const LOG_BYTES_PER_BUCKET: usize = 128;
-/// The log may have this many times the limit in addresses, so that long items find a gap.
+/// The runs of the log have this many times the limit in addresses, so that long items find a gap.
 const ADDRESSES_PER_BYTE: usize = 4;
 
 /// Words of the header, as offsets in bytes.
@@ -36,7 +37,7 @@ pub mod header {
     pub const HAS_CAS: usize = 32;
     /// The last cas number.
     pub const CAS: usize = 40;
-    /// Items.
+    /// The number of items.
     pub const ITEMS: usize = 48;
     /// The second of the cache's clock at which the memory was completed.
     pub const SECOND: usize = 56;
@@ -60,14 +61,14 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"AQCACHE\x02");
 /// The layout of a partition's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Layout {
-    /// Runs of the log, with the first, which is not used.
+    /// Runs of the log, including the first, which is not used.
     pub runs: usize,
     buckets: usize,
     overflow: usize,
 }
 
 impl Layout {
-    /// The layout of a partition that can take all of a server's memory, a limit in bytes.
+    /// The layout of a partition that can use the whole limit of a server, in bytes.
     #[must_use]
     pub fn for_limit(limit: u64) -> Self {
         let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(1 << 20);
@@ -76,7 +77,7 @@ impl Layout {
         Self { runs, buckets, overflow: buckets }
     }
 
-    /// A layout with these numbers of runs and of buckets, if there can be one.
+    /// A layout with these numbers of runs and of buckets, if they are valid.
     #[must_use]
     pub fn of_parts(runs: usize, buckets: usize) -> Option<Self> {
         let is_possible = (2..=RUNS_MAX).contains(&runs)
@@ -85,7 +86,7 @@ impl Layout {
         is_possible.then_some(Self { runs, buckets, overflow: buckets })
     }
 
-    /// Whether a partition with these runs and this index has room here.
+    /// Whether a partition with these runs and this index fits in this layout.
     #[must_use]
     pub fn fits(&self, runs_end: u32, index: IndexState) -> bool {
         runs_end as usize <= self.runs

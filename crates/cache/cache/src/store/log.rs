@@ -5,7 +5,7 @@ mod adopting;
 mod overflow;
 
 pub use adopting::{Damaged, Origin};
-pub use overflow::{Kept, OverflowRuns};
+pub use overflow::{OverflowRuns, RemoteItem};
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
@@ -19,13 +19,14 @@ use super::memory::PAGE_BYTES;
 use super::runs::{Gaps, Queue, RunEntry, RunState, SharedMemory};
 use super::slot::{Location, RUN_BYTES};
 
-/// Longest header of an item, and a little more.
+/// Bytes that are reserved for the header of an item and a mark before it.
 const HEADER_ROOM: usize = 32;
-/// How much of a run is not in use is counted in so many parts of the run.
+/// The unused bytes of a run are counted in eighths of the run.
 const UNUSED_PARTS: usize = 8;
-/// A sealed run is cleaned if at least so many parts of it are not in use.
+/// A sealed run is cleaned if at least this many eighths of it are unused.
 const SEALED_UNUSED_MIN: usize = 2;
-/// The same for a run to which items are appended, which also must have so many bytes not in use.
+/// An open run is cleaned if at least this many eighths of it are unused, and at least
+/// [`OPEN_UNUSED_BYTES`].
 const OPEN_UNUSED_MIN: usize = 4;
 const OPEN_UNUSED_BYTES: usize = 4 * PAGE_BYTES;
 
@@ -36,12 +37,12 @@ pub struct NoRoom {
     pub bytes: usize,
 }
 
-/// Whether an item waits for memory.
+/// Whether an append may exceed the budget.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Charge {
-    /// It is refused if the budget is used up.
+    /// The append is refused if the budget has too few free bytes.
     IfFree,
-    /// It is a copy of an item whose memory is about to be freed.
+    /// The append is always charged: the item is a copy of one whose memory is about to be freed.
     Always,
 }
 
@@ -50,7 +51,7 @@ pub enum Charge {
 pub enum Target {
     /// The newest run of a queue.
     Newest(Queue),
-    /// A run that takes the place of those that are cleaned, the first of which had this sequence.
+    /// A run that replaces cleaned runs, the first of which had this sequence.
     Cleaned(Queue, u64),
 }
 
@@ -70,7 +71,7 @@ impl Target {
     }
 }
 
-/// A run whose bytes are not needed any more, and that a thread may still see.
+/// A run whose bytes are not needed any more, and that a thread may still read.
 #[derive(Debug)]
 struct Retired {
     epoch: u64,
@@ -79,29 +80,29 @@ struct Retired {
     then: RetiredUse,
 }
 
-/// What becomes of a retired run when no thread can see it.
+/// The use of a retired run once no thread can read it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum RetiredUse {
-    /// It is free, and its memory returns to the system.
+    /// The run is free, and its memory returns to the system.
     Free,
-    /// It is free, and keeps its pages.
+    /// The run is free, and keeps its pages.
     Spare,
-    /// Its items are in the pool; its memory returns to the system.
+    /// The items of the run are in the pool; its memory returns to the system.
     Remote,
 }
 
-/// What to append.
+/// An item to append.
 #[derive(Clone, Copy, Debug)]
 pub struct NewItem<'a> {
-    /// What the item has beside key and value.
+    /// The fields other than key and value.
     pub header: Header,
     /// The key.
     pub key: &'a [u8],
     /// The value, in two parts.
     pub value: [&'a [u8]; 2],
-    /// The second in which it was stored.
+    /// The second in which the item was stored.
     pub stored_s: u32,
-    /// How exactly the log notes that, in seconds.
+    /// Largest error of the stored second that the log may note, in seconds.
     pub tolerance_s: u32,
 }
 
@@ -111,7 +112,7 @@ impl NewItem<'_> {
     }
 }
 
-/// What belongs to the holder of a partition's lock.
+/// The runs of a partition, and the state of the log that the partition's lock protects.
 #[derive(Debug)]
 pub struct Log {
     /// The partition's number.
@@ -123,16 +124,16 @@ pub struct Log {
     open: [[u32; CLASSES]; 4],
     /// The runs of each queue, by sequence: the first is evicted first.
     queues: [BTreeMap<u64, u32>; 2],
-    /// Runs that should be cleaned: how many parts are not in use, and the sequence.
+    /// Runs that should be cleaned: the number of unused eighths, and the sequence.
     cleanable: BTreeSet<(usize, u64)>,
     /// Sealed runs by the second in which their last item expires.
     expiring: BinaryHeap<Reverse<(u32, u64, u32)>>,
-    /// Free runs that have their pages.
+    /// Free runs that have kept their pages.
     spare: Vec<u32>,
     retired: VecDeque<Retired>,
-    /// Runs whose items are in the pool, or are on their way there.
+    /// Runs whose items are in the pool, or are being copied there.
     overflow: OverflowRuns,
-    /// Runs opened since this was last set to 0.
+    /// Number of runs that were opened since this was last set to 0.
     pub opened: u32,
     /// Bytes of items that the index points to.
     pub live_bytes: u64,
@@ -143,7 +144,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// The log of an empty partition, whose cas numbers begin after `cas`.
+    /// Creates the log of an empty partition, whose cas numbers begin after `cas`.
     pub fn new(number: usize, memory: SharedMemory, layout: Layout, cas: u64) -> Self {
         Self {
             number,
@@ -175,10 +176,10 @@ impl Log {
         RunEntry::new(&self.memory, &self.layout, run)
     }
 
-    /// Appends an item; returns where it is. It is not yet in the index.
+    /// Appends an item; returns its location. The item is not yet in the index.
     ///
     /// # Errors
-    /// If memory must be freed first. The item is not stored then.
+    /// If memory must be freed first. The item is not appended then.
     pub fn append(
         &mut self,
         shared: &Shared,
@@ -223,7 +224,7 @@ impl Log {
                 Ok(location)
             }
             Err(no_room) => {
-                // Nothing was written, so no thread can see it.
+                // Nothing was written, so no thread can read the run.
                 self.unlink(run);
                 self.entry(run).set_state(RunState::Free);
                 self.gaps.free(run, runs);
@@ -295,8 +296,8 @@ impl Log {
         }
         let mut at = self.layout.run(run) + fill;
         for part in parts {
-            // SAFETY: the bytes after the fill of an open run are in no slot, and no thread that
-            // saw the run's earlier items is left, so that only this thread, which holds the lock,
+            // SAFETY: no slot points to the bytes after the fill of an open run, and no thread has
+            // a pin from before the run was reused, so that only this thread, which holds the lock,
             // accesses them.
             unsafe { self.memory.write(at, part) };
             at += part.len();
@@ -319,7 +320,7 @@ impl Log {
         open_max_s(entry.class()).is_some_and(|max| entry.times().0.saturating_add(max) <= now_s)
     }
 
-    /// Seals an open run, if there is one.
+    /// Seals the open run of a list and class, if there is one.
     fn seal(&mut self, shared: &Shared, list: usize, class: usize) {
         let run = std::mem::take(&mut self.open[list][class]);
         if run != 0 {
@@ -357,7 +358,7 @@ impl Log {
         self.note_cleanable(shared, run, before);
     }
 
-    /// Seals runs that have been open for long.
+    /// Seals runs that have been open for the longest time of their class.
     pub fn seal_old(&mut self, shared: &Shared, now_s: u32) {
         for list in 0..self.open.len() {
             for class in 1..CLASSES {
@@ -368,8 +369,8 @@ impl Log {
         }
     }
 
-    /// Notes that a slot no longer points to an item of this length. Retires its run if that was
-    /// the last one.
+    /// Notes that a slot no longer points to an item of `len` bytes. Retires the run if that was
+    /// its last item.
     pub fn release(&mut self, shared: &Shared, run: u32, len: usize) {
         let entry = self.entry(run);
         let before = unused_parts(&entry);
@@ -386,7 +387,7 @@ impl Log {
         }
     }
 
-    /// Notes a run that should be cleaned; `before` is what was noted before.
+    /// Updates the noted unused parts of a run, of which `before` were noted.
     fn note_cleanable(&mut self, shared: &Shared, run: u32, before: usize) {
         let entry = self.entry(run);
         let (sequence, parts) = (entry.sequence(), unused_parts(&entry));
@@ -406,19 +407,19 @@ impl Log {
         u32::try_from(bytes.div_ceil(RUN_BYTES)).is_ok_and(|runs| self.gaps.has(runs))
     }
 
-    /// Whether so much of the log is no longer in use that it should be cleaned although there is
-    /// memory.
+    /// Whether more than half of the log is unused, so that it should be cleaned although memory is
+    /// free.
     pub fn is_mostly_unused(&self) -> bool {
         self.filled_bytes > 2 * self.live_bytes + 2 * RUN_BYTES as u64
     }
 
-    /// Whether a run should be cleaned.
+    /// Whether any run should be cleaned.
     pub fn has_cleanable(&self) -> bool {
         !self.cleanable.is_empty()
     }
 
-    /// Removes a run that should be cleaned, and of which the least is in use, from its queue.
-    /// Seals it if it is open.
+    /// Removes the cleanable run with the most unused parts from its queue, and seals it if it is
+    /// open. Returns its queue, sequence and number.
     pub fn pop_cleanable(&mut self, shared: &Shared) -> Option<(Queue, u64, u32)> {
         while let Some((_, sequence)) = self.cleanable.pop_last() {
             for queue in Queue::ALL {
@@ -431,8 +432,8 @@ impl Log {
         None
     }
 
-    /// Retires a run to which no slot points, and which is in no queue. It keeps its pages for this
-    /// partition, or returns them to the budget.
+    /// Retires a run to which no slot points, and which is in no queue. The run keeps its pages for
+    /// this partition, or returns them to the budget.
     pub fn retire(&mut self, shared: &Shared, run: u32, keeps_pages: bool) {
         self.seal_run(shared, run);
         let entry = self.entry(run);
@@ -458,7 +459,7 @@ impl Log {
         self.retired.push_back(Retired { epoch: shared.epochs.retire(), run, runs, then });
     }
 
-    /// Frees retired runs that no thread can see any more; returns whether some are left.
+    /// Frees the retired runs that no thread can read any more; returns whether others remain.
     pub fn collect(&mut self, shared: &Shared) -> bool {
         if self.retired.is_empty() {
             return false;
@@ -495,7 +496,7 @@ impl Log {
         Some(run)
     }
 
-    /// Makes a long run that is in no queue the newest one of the main queue.
+    /// Makes a long run that is in no queue the newest run of the main queue.
     pub fn push_newest(&mut self, shared: &Shared, run: u32) {
         let entry = self.entry(run);
         shared.free_queue(entry.queue(), entry.charged());
@@ -506,7 +507,7 @@ impl Log {
         self.set_sealed(shared, run);
     }
 
-    /// Removes a run all of whose items have expired from its queue, if there is one.
+    /// Removes a run of which all items have expired from its queue, if there is one.
     pub fn pop_expired(&mut self, now_s: u32) -> Option<u32> {
         while let Some(&Reverse((expires_s, sequence, run))) = self.expiring.peek() {
             if expires_s > now_s {
@@ -544,7 +545,7 @@ impl Log {
     }
 }
 
-/// How many parts of a run are not in use; 0 if it should not be cleaned.
+/// The number of unused eighths of a run; 0 if it should not be cleaned.
 fn unused_parts(entry: &RunEntry<'_>) -> usize {
     let (fill, live) = (entry.fill(), entry.live());
     let parts = ((fill - live) * UNUSED_PARTS).checked_div(fill).unwrap_or(0);

@@ -12,7 +12,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::index::Words;
 
-/// Bytes of a page: the unit in which memory is counted and freed.
+/// Bytes of a page, the unit in which memory is charged and freed.
 pub const PAGE_BYTES: usize = 4096;
 
 /// A shared mapping of memory that is zero until it is written.
@@ -30,19 +30,19 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Memory in a new memfd with this name.
+    /// Maps a new memfd with this name.
     ///
     /// # Errors
     /// If the system has no memory or descriptor for it.
     pub fn create(name: &str, bytes: usize) -> io::Result<Self> {
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&file, bytes as u64)?;
-        // Others map it, too, and must not find it shorter.
+        // Other processes may map the memfd, too, and must not find it shorter.
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(Arc::new(file), 0, bytes)
     }
 
-    /// A part of a file, which must not be used for anything else.
+    /// Maps a part of a file, which must not be used for anything else.
     ///
     /// # Errors
     /// If the part cannot be mapped.
@@ -77,14 +77,14 @@ impl Memory {
     /// The bytes at this offset.
     ///
     /// # Safety
-    /// No byte of them may be written while the slice lives.
+    /// None of the bytes may be written while the slice lives.
     ///
     /// # Panics
-    /// If they are not in the mapping.
+    /// If the bytes are not in the mapping.
     #[inline]
     pub unsafe fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         assert!(offset <= self.bytes && len <= self.bytes - offset, "no bytes at {offset}");
-        // SAFETY: they are in the mapping, and the caller excludes writes.
+        // SAFETY: the bytes are in the mapping, and the caller excludes writes.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset), len) }
     }
 
@@ -103,8 +103,8 @@ impl Memory {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(offset), bytes.len()) }
     }
 
-    /// Has the processor load the cache line at this offset, to be read or written soon. Nothing
-    /// depends on it but speed, and on some processors it does nothing.
+    /// Prefetches the cache line at this offset. Only speed depends on it, and on processors other
+    /// than x86-64 it does nothing.
     #[inline]
     pub fn prefetch(&self, offset: usize) {
         if offset < self.bytes {
@@ -117,7 +117,8 @@ impl Memory {
         }
     }
 
-    /// A descriptor of the memory, which begins at offset 0 if it has a memfd of its own.
+    /// A descriptor of the memory, which begins at offset 0 of the file if the memory has its own
+    /// memfd.
     ///
     /// # Errors
     /// If there is no descriptor left.
@@ -128,13 +129,13 @@ impl Memory {
     /// Returns all pages to the system.
     ///
     /// # Errors
-    /// If the system cannot.
+    /// If the kernel cannot free the pages.
     pub fn clear(&self) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&*self.file, flags, self.file_offset, self.bytes as u64)?)
     }
 
-    /// Returns pages to the system. They are zero when they are next read.
+    /// Returns pages to the system. The next reads of them find zeros.
     ///
     /// The bytes must not be needed any more, and no slice of them may live. A failure is logged:
     /// the memory is then used until the cache ends.

@@ -1,4 +1,4 @@
-//! The partitions of a store that leave and come.
+//! Partitions that leave a store and arrive at one.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -9,10 +9,10 @@ use super::partition::Departure;
 use super::presence::{Place, Presence};
 use super::{Store, cas};
 
-/// How long a thread sleeps that waits for the turns of others.
-const TURN_PAUSE: Duration = Duration::from_micros(20);
+/// Interval at which a thread polls for the end of the turns of other threads.
+const TURN_POLL_INTERVAL: Duration = Duration::from_micros(20);
 
-/// Memory of the budget that is kept for a partition that is about to come.
+/// Memory of the budget that is reserved for a partition that is about to arrive.
 #[derive(Debug)]
 pub struct Reservation<'a> {
     store: &'a Store,
@@ -20,8 +20,8 @@ pub struct Reservation<'a> {
 }
 
 impl Reservation<'_> {
-    /// Reserves more, or less, until it has so many bytes. Evicts items for that. Returns false if
-    /// there can never be so many.
+    /// Changes the reservation to `bytes`, and evicts items for more bytes. Returns false if there
+    /// can never be enough memory.
     pub fn resize(&mut self, bytes: u64, now_s: u32) -> bool {
         let budget = &self.store.shared.budget;
         if bytes <= self.bytes {
@@ -48,7 +48,7 @@ impl Drop for Reservation<'_> {
 }
 
 impl Store {
-    /// Gives all partitions up, in a store that was just made: they are to come from elsewhere.
+    /// Makes all partitions of a new store absent: they arrive from other servers.
     pub fn begin_absent(&self) {
         for partition in &self.partitions {
             partition.begin_leaving();
@@ -56,24 +56,24 @@ impl Store {
         }
     }
 
-    /// Ends the service of a partition: requests wait. Returns what goes with its memory when all
-    /// threads have ended the turns in which they may have served it.
+    /// Stops serving a partition: requests wait. When all threads have ended the turns in which
+    /// they may have served it, returns the state that is sent beside its memory.
     pub fn leave(&self, partition: usize, now_s: u32) -> Departure {
         self.suspend(&[partition]);
         self.partitions[partition].depart(&self.shared, now_s)
     }
 
-    /// Serves no requests for some partitions from now on, and waits until none is being served.
-    /// Their items stay.
+    /// Stops serving some partitions, and waits until no request for them is being served. Their
+    /// items stay.
     pub fn suspend(&self, partitions: &[usize]) {
         partitions.iter().for_each(|partition| self.partitions[*partition].begin_leaving());
         let epoch = self.shared.epochs.retire();
         while self.shared.epochs.oldest() <= epoch {
-            std::thread::sleep(TURN_PAUSE);
+            std::thread::sleep(TURN_POLL_INTERVAL);
         }
     }
 
-    /// Serves a partition again, or serves one that has come.
+    /// Serves a suspended partition again, or serves one that has arrived.
     pub fn stay(&self, partition: usize) {
         self.partitions[partition].stay(&self.shared);
         self.note_flush(partition);
@@ -85,7 +85,7 @@ impl Store {
         self.note_flush(partition);
     }
 
-    /// Has the items of a partition flushed when it is time.
+    /// Includes the scheduled flush of a partition in `next_flush_s`.
     fn note_flush(&self, partition: usize) {
         let flush_s = self.partitions[partition].flush_s();
         if flush_s != 0 {
@@ -93,10 +93,10 @@ impl Store {
         }
     }
 
-    /// Gives the memory of a partition up that has left or was lost, and that no thread serves.
+    /// Frees the memory of a partition that has left or was lost, and that no thread serves.
     ///
     /// # Errors
-    /// If the system cannot take the memory back.
+    /// If the memory cannot be returned to the system.
     pub fn forget(&self, partition: usize, presence: Presence) -> io::Result<()> {
         self.partitions[partition].forget(&self.shared, presence)
     }
@@ -107,7 +107,7 @@ impl Store {
         self.partitions[partition].begin(&self.shared, cas::before_first(partition, generation));
     }
 
-    /// Memory for a partition that is about to come.
+    /// An empty reservation for a partition that is about to arrive.
     #[must_use]
     pub fn reservation(&self) -> Reservation<'_> {
         Reservation { store: self, bytes: 0 }
@@ -116,17 +116,17 @@ impl Store {
     /// Adopts a partition whose memory was filled. Requests are served after [`Self::stay`].
     ///
     /// # Errors
-    /// If what came contradicts itself. It is forgotten then.
+    /// If the received memory is inconsistent. It is freed then.
     pub fn arrive(&self, partition: usize, departure: &Departure, now_s: u32) -> Result<(), Damaged> {
         let arriving = &self.partitions[partition];
         arriving.arrive(&self.shared, departure, now_s).inspect_err(|_| {
             if let Err(error) = arriving.forget(&self.shared, arriving.presence()) {
-                tracing::error!(%error, partition, "memory of a partition cannot be returned");
+                tracing::error!(%error, partition, "cannot return the memory of a partition to the system");
             }
         })
     }
 
-    /// Notes where a partition is, if that is newer than what is known; returns whether it was.
+    /// Notes the place of a partition if it is newer than the known one; returns whether it was.
     pub fn learn(&self, partition: usize, place: Place) -> bool {
         self.partitions[partition].learn(place)
     }

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use parking_lot::{Mutex, MutexGuard};
 
 use self::overflow::Candidates;
+use super::clock_offset::ClockOffset;
 use super::epochs::{NO_END_US, Pin};
 use super::index::{Found, Guess, Index, Search};
 use super::item::{self, Header, Item, States};
@@ -25,42 +26,41 @@ use super::log::{Charge, Log, NewItem, NoRoom, Target};
 use super::memory::{Memory, PAGE_BYTES};
 use super::presence::PresenceCell;
 use super::runs::{Queue, RunEntry, RunState, SharedMemory};
-use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
 use crate::clock::boot_us;
 
-/// No run.
+/// The sequence of a queue without runs.
 const NO_SEQUENCE: u64 = u64::MAX;
 
-/// Bytes that the processor loads at a time.
+/// Bytes of a cache line.
 const CACHE_LINE_BYTES: usize = 64;
-/// Lines after the last item that are loaded before the next one is written.
+/// Cache lines after the last item that are prefetched before the next item is written.
 const APPEND_LINES: usize = 3;
 
-/// What an update does with the item of a key.
+/// The change that an update makes to the item of a key.
 #[derive(Debug)]
 pub enum Change<'a> {
-    /// Nothing.
+    /// The item stays as it is.
     Keep,
-    /// Removes it.
+    /// The item is removed.
     Remove,
-    /// Stores this in its place.
+    /// The item is stored, or replaced.
     Put(Put<'a>),
 }
 
-/// What to store for a key.
+/// A value to store for a key, with its fields.
 #[derive(Clone, Copy, Debug)]
 pub struct Put<'a> {
     /// The client's flags.
     pub client_flags: u32,
     /// The second in which the item expires, or 0.
     pub expires_s: u32,
-    /// States.
+    /// The states of the item.
     pub states: States,
-    /// Its cas number.
+    /// The cas number.
     pub cas: Cas,
-    /// Whether the item counts as read, for an item that replaces itself.
+    /// Whether the item counts as read, for an update that keeps the value.
     pub is_fetched: bool,
     /// The value, in two parts.
     pub value: [&'a [u8]; 2],
@@ -69,42 +69,42 @@ pub struct Put<'a> {
 /// The cas number of a stored item.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cas {
-    /// The partition's next one.
+    /// The next cas number of the partition.
     Next,
-    /// This one.
+    /// A given cas number.
     Exactly(u64),
 }
 
-/// Why a key has no item.
+/// The reason why a key has no item that can be read now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Absent {
-    /// There is none.
+    /// No item has the key.
     Missing,
-    /// It has expired.
+    /// The item has expired.
     Expired,
-    /// It was flushed.
+    /// The item was flushed.
     Flushed,
-    /// It may be in the pool, and is being fetched.
+    /// The item may be in the pool, and is being fetched.
     Fetching,
-    /// The partition with this number is not here.
+    /// The partition with this number is not on this server.
     Elsewhere(usize),
 }
 
-/// Why an update cannot be done now.
+/// The reason why an update cannot be made now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NotNow {
+pub enum UpdateError {
     /// Memory must be freed first.
     NoRoom(NoRoom),
-    /// An item in the pool may be the one, and is being fetched.
+    /// An item in the pool may have the key, and is being fetched.
     Fetching,
-    /// The time is over in which the thread may serve.
+    /// The time until which the thread may serve has passed.
     Late,
-    /// The index has no room for the key beside those with nearly the same hash, and none of them
-    /// may be evicted.
+    /// The index has no room for the key beside keys with nearly the same hash, and none of their
+    /// items may be evicted.
     ChainFull,
 }
 
-impl From<NoRoom> for NotNow {
+impl From<NoRoom> for UpdateError {
     fn from(no_room: NoRoom) -> Self {
         Self::NoRoom(no_room)
     }
@@ -117,33 +117,33 @@ pub struct Partition {
     /// Whether items may be in the pool.
     has_pool: bool,
     presence: PresenceCell,
-    shift: Shift,
+    clock_offset: ClockOffset,
     memory: SharedMemory,
     layout: Layout,
     index: Index<SharedMemory>,
     log: Mutex<Inner>,
-    /// The sequences of the oldest runs.
+    /// The sequence of the oldest run of each queue.
     oldest: [AtomicU64; 2],
     has_opened: AtomicBool,
-    /// Where the last item ends.
+    /// The offset of the end of the last item.
     appended: AtomicUsize,
-    /// The second of this server in which all items are to be flushed, or 0.
+    /// The second of this server for which a flush of all items is scheduled, or 0.
     flush_s: AtomicU32,
 }
 
-/// What the partition's lock protects.
+/// The state that the partition's lock protects.
 #[derive(Debug)]
 struct Inner {
     log: Log,
     items: u64,
-    /// Bytes of the budget that the index has.
+    /// Bytes of the budget that are charged for the index.
     index_charged: u64,
 }
 
-/// A count of items and their bytes.
+/// Counts of items and of their bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Content {
-    /// Items.
+    /// The number of items.
     pub items: u64,
     /// Bytes of their headers, keys and values.
     pub item_bytes: u64,
@@ -154,7 +154,7 @@ pub struct Content {
 }
 
 impl Partition {
-    /// A new partition in memory of its own. Its cas numbers begin after `cas`.
+    /// Creates an empty partition in a new memfd. Its cas numbers begin after `cas`.
     ///
     /// # Errors
     /// If the system has no memory or descriptor for it.
@@ -169,7 +169,7 @@ impl Partition {
             number,
             has_pool: false,
             presence: PresenceCell::here(),
-            shift: Shift::default(),
+            clock_offset: ClockOffset::default(),
             flush_s: AtomicU32::new(0),
             index: Index::new(Arc::clone(&memory), layout.index()),
             memory,
@@ -184,7 +184,7 @@ impl Partition {
     /// Reads the item of a key; the read is counted if `counts`.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why the key has no item here.
     #[inline]
     pub fn look_up<'p>(
         &'p self,
@@ -197,12 +197,12 @@ impl Partition {
         if !self.is_here() || pin.serves_until_us() == 0 {
             return Err(Absent::Elsewhere(self.number));
         }
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         let candidates = Candidates::default();
         let found = match self.index.search(key.hash, |at| self.is_key(at, key.bytes, &candidates)) {
             Search::Found(found) => found,
             Search::Missing => return Err(self.absent(shared, key, &candidates)),
-            Search::Unsettled => {
+            Search::Inconclusive => {
                 let _lock = self.log.lock();
                 let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
                 found.ok_or_else(|| self.absent(shared, key, &candidates))?
@@ -215,7 +215,7 @@ impl Partition {
         Ok(self.for_server(item))
     }
 
-    /// Has the processor load the bucket of a key.
+    /// Prefetches the bucket of a key.
     #[inline]
     pub fn prefetch_bucket(&self, hash: u64) {
         if self.is_here() {
@@ -223,8 +223,8 @@ impl Partition {
         }
     }
 
-    /// Has the processor load the start of the item that a key probably has. If only an overflow
-    /// bucket can tell where that is, it is loaded instead, and returned for
+    /// Prefetches the start of the item that a key probably has. If its slot can only be in an
+    /// overflow bucket, prefetches that bucket instead, and returns it for
     /// [`Self::prefetch_item_after`].
     #[inline]
     pub fn prefetch_item(&self, hash: u64) -> Option<usize> {
@@ -242,7 +242,7 @@ impl Partition {
         None
     }
 
-    /// Has the processor load the start of the item that a key probably has in an overflow bucket.
+    /// Prefetches the start of the item that a key probably has in an overflow bucket.
     #[inline]
     pub fn prefetch_item_after(&self, bucket: usize, hash: u64) {
         if let Some(location) = self.index.guess_in(bucket, hash) {
@@ -254,11 +254,11 @@ impl Partition {
     fn prefetch_at(&self, location: Location) {
         let start = self.layout.run(location.run) + location.offset as usize;
         self.memory.prefetch(start);
-        // Where the key ends, if that is in the next line.
+        // The end of the key, if it is in the next line.
         self.memory.prefetch(start + CACHE_LINE_BYTES / 2);
     }
 
-    /// Has the processor load the memory to which the next item is probably written.
+    /// Prefetches the memory to which the next item is probably written.
     #[inline]
     pub fn prefetch_append(&self) {
         let at = self.appended.load(Ordering::Relaxed);
@@ -267,12 +267,11 @@ impl Partition {
         }
     }
 
-    /// Decides under the partition's lock what happens to the item of a key; returns the cas number
-    /// of what was stored, or 0.
+    /// Changes the item of a key as `decide` returns, under the partition's lock; returns the cas
+    /// number of the stored item, or 0.
     ///
     /// # Errors
-    /// If memory must be freed first, or the time is over in which the thread may serve. `decide`
-    /// may have been called; nothing has changed.
+    /// An [`UpdateError`]. `decide` may have been called; nothing has changed.
     pub fn update<'p, 'c>(
         &'p self,
         shared: &Shared,
@@ -281,18 +280,18 @@ impl Partition {
         now_s: u32,
         replaces: bool,
         decide: impl FnOnce(Option<&Item<'p>>) -> Change<'c>,
-    ) -> Result<u64, NotNow> {
-        let now_s = self.shift.to_partition(now_s);
+    ) -> Result<u64, UpdateError> {
+        let now_s = self.clock_offset.to_partition(now_s);
         let mut inner = self.log.lock();
         if !may_change(pin) {
-            return Err(NotNow::Late);
+            return Err(UpdateError::Late);
         }
         let candidates = Candidates::default();
         let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
         if found.is_none() && !candidates.borrow().is_empty() {
-            if !replaces && !shared.pool.is_stuck() {
+            if !replaces && !shared.pool.is_unresponsive() {
                 self.fetches(key.hash, &candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
-                return Err(NotNow::Fetching);
+                return Err(UpdateError::Fetching);
             }
             self.remove_candidates(shared, &mut inner, key.hash, &candidates);
         }
@@ -310,10 +309,11 @@ impl Partition {
         }
     }
 
-    /// Why a key has no item here. If one in the pool may have it, that is fetched.
+    /// The reason why a key has no item here. Queues fetches of the items in the pool that may have
+    /// the key.
     #[cold]
     fn absent(&self, shared: &Shared, key: Key<'_>, candidates: &Candidates) -> Absent {
-        if candidates.borrow().is_empty() || shared.pool.is_stuck() {
+        if candidates.borrow().is_empty() || shared.pool.is_unresponsive() {
             return Absent::Missing;
         }
         self.fetches(key.hash, candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
@@ -328,16 +328,16 @@ impl Partition {
         now_s: u32,
         found: Option<Found>,
         put: &Put<'_>,
-    ) -> Result<u64, NotNow> {
+    ) -> Result<u64, UpdateError> {
         let cas = match put.cas {
             Cas::Exactly(cas) => cas,
             Cas::Next if shared.has_cas => inner.log.next_cas(shared),
             Cas::Next => 0,
         };
-        let expires_s = self.shift.to_partition(put.expires_s);
+        let expires_s = self.clock_offset.to_partition(put.expires_s);
         let header = Header { client_flags: put.client_flags, expires_s, cas, states: put.states };
         let new = NewItem { header, key: key.bytes, value: put.value, stored_s: now_s, tolerance_s: 0 };
-        // A value that replaces another one inherits what is known of the key.
+        // A value that replaces another one inherits its queue and its count of reads.
         let known = found.filter(|found| self.usable(*found, now_s).is_ok());
         let queue = known.map_or(Queue::Probation, |found| self.entry(found.slot.location().run).queue());
         let location = inner.log.append(shared, now_s, &new, Target::Newest(queue), Charge::IfFree)?;
@@ -362,7 +362,7 @@ impl Partition {
         } else {
             let len = self.item_len(location);
             inner.log.release(shared, location.run, len);
-            return Err(NotNow::ChainFull);
+            return Err(UpdateError::ChainFull);
         }
         if inner.log.opened != 0 {
             self.publish_oldest(inner);
@@ -370,7 +370,7 @@ impl Partition {
         Ok(cas)
     }
 
-    /// Adds a bucket to the index if it is loaded, and charges for its memory.
+    /// Adds a bucket to the index if the index is loaded, and charges for the memory.
     fn grow(&self, shared: &Shared, inner: &mut Inner) {
         if self.index.wants_split(inner.items) {
             self.index.split();
@@ -393,14 +393,14 @@ impl Partition {
     }
 
     fn release(&self, shared: &Shared, inner: &mut Inner, location: Location) {
-        if inner.log.is_away(location.run) {
-            return inner.log.release_away(shared, location.run);
+        if inner.log.is_remote(location.run) {
+            return inner.log.release_remote(shared, location.run);
         }
         inner.log.release(shared, location.run, self.item_len(location));
     }
 
-    /// The sequence of the oldest run of a queue, or of a run that was older and is free now;
-    /// `u64::MAX` if there is none.
+    /// The sequence of the oldest run of a queue, or of an older run that is free now; `u64::MAX`
+    /// if the queue has none.
     pub fn oldest(&self, queue: Queue) -> u64 {
         self.oldest[queue as usize].load(Ordering::Relaxed)
     }
@@ -410,7 +410,7 @@ impl Partition {
         self.has_opened.load(Ordering::Relaxed)
     }
 
-    /// Notes that other runs were evicted for those that were opened.
+    /// Resets the number of opened runs, before others are evicted for them.
     pub fn clear_opened(&self) {
         if let Some(mut inner) = self.lock_here() {
             inner.log.opened = 0;
@@ -418,20 +418,20 @@ impl Partition {
         }
     }
 
-    /// Frees retired memory that no thread can see any more; returns whether some is left.
+    /// Frees retired memory that no thread can read any more; returns whether some remains.
     pub fn collect(&self, shared: &Shared) -> bool {
         self.lock_here().is_some_and(|mut inner| inner.log.collect(shared))
     }
 
-    /// Makes all items disappear; returns false if the partition is not here, or the time is over
-    /// in which the thread may serve. Their memory is freed later.
+    /// Flushes all items; returns false if the partition is not on this server, or if the thread
+    /// may not serve any more. The memory of the items is freed later.
     pub fn flush(&self, shared: &Shared, pin: &Pin<'_>) -> bool {
         let inner = self.lock_here().filter(|_| may_change(pin));
         inner.map(|mut inner| inner.log.flush(shared)).is_some()
     }
 
-    /// Makes all items disappear if the second has come in which they are to. Returns that second
-    /// if it is later, or 0.
+    /// Flushes all items if the scheduled second has come. Returns that second if it is later, or
+    /// 0.
     pub fn flush_if_due(&self, shared: &Shared, now_s: u32) -> u32 {
         let Some(mut inner) = self.lock_here() else { return 0 };
         let flush_s = self.flush_s.load(Ordering::Relaxed);
@@ -448,17 +448,17 @@ impl Partition {
         self.log.lock().log.has_gap(bytes)
     }
 
-    /// Whether a run should be cleaned.
+    /// Whether any run should be cleaned.
     pub fn has_cleanable(&self) -> bool {
         self.lock_here().is_some_and(|inner| inner.log.has_cleanable())
     }
 
     /// Items in the pool.
-    pub fn items_away(&self) -> u64 {
-        self.log.lock().log.items_away()
+    pub fn items_in_pool(&self) -> u64 {
+        self.log.lock().log.items_in_pool()
     }
 
-    /// What is in the partition.
+    /// The items and bytes of the partition.
     pub fn content(&self) -> Content {
         let inner = self.log.lock();
         Content {
@@ -468,12 +468,12 @@ impl Partition {
             oldest_s: Queue::ALL
                 .into_iter()
                 .filter_map(|queue| inner.log.oldest(queue))
-                .map(|(_, run)| self.shift.to_server(self.entry(run).times().0))
+                .map(|(_, run)| self.clock_offset.to_server(self.entry(run).times().0))
                 .min(),
         }
     }
 
-    /// The second in which an item was stored. Goes through the run in which it is.
+    /// The second in which an item was stored. Scans the item's run from its start.
     pub fn stored_s(&self, _pin: &Pin<'_>, place: Location) -> u32 {
         let mut stored_s = self.entry(place.run).times().0;
         let mut offset = 0;
@@ -489,24 +489,25 @@ impl Partition {
             };
             offset += u32::try_from(len).expect("shorter than a run");
         }
-        self.shift.to_server(stored_s)
+        self.clock_offset.to_server(stored_s)
     }
 
-    /// The item with its expiry as a second of the server.
+    /// Converts the expiry of an item to a second of the server.
     #[inline]
     fn for_server<'p>(&self, mut item: Item<'p>) -> Item<'p> {
-        item.header.expires_s = self.shift.to_server(item.header.expires_s);
+        item.header.expires_s = self.clock_offset.to_server(item.header.expires_s);
         item
     }
 
-    /// The item of a slot, unless it has expired or was flushed. All seconds are the partition's.
+    /// The item of a slot, unless it has expired or was flushed. All seconds are the partition's
+    /// own.
     #[inline]
     fn usable(&self, found: Found, now_s: u32) -> Result<Item<'_>, Absent> {
         let location = found.slot.location();
         let entry = self.entry(location.run);
         match entry.state() {
             RunState::Flushed => return Err(Absent::Flushed),
-            // It has left since it was found: a request looks again.
+            // The run was moved to the pool since the slot was found: the request is retried.
             RunState::Remote => return Err(Absent::Fetching),
             RunState::Lost => return Err(Absent::Missing),
             _ => {}
@@ -530,11 +531,11 @@ impl Partition {
     #[inline]
     fn prefix(&self, location: Location) -> &[u8] {
         let start = self.layout.run(location.run) + location.offset as usize;
-        // SAFETY: as for the bytes of an item; a mark has as many bytes as the shortest header.
+        // SAFETY: as in `item_bytes`; a mark has as many bytes as the shortest header.
         unsafe { self.memory.bytes(start, item::PREFIX_BYTES) }
     }
 
-    /// The bytes of the item at a location that is, or was a moment ago, in the index.
+    /// The bytes of the item at a location that is in the index, or was while the epoch was pinned.
     #[inline]
     fn item_bytes(&self, location: Location) -> &[u8] {
         let start = self.layout.run(location.run) + location.offset as usize;
@@ -561,7 +562,7 @@ impl Partition {
     fn publish_oldest(&self, inner: &mut Inner) {
         let is_here = self.is_here();
         for queue in Queue::ALL {
-            // Nothing is evicted of a partition that is about to leave.
+            // Nothing is evicted from a partition that is about to leave.
             let oldest = inner.log.oldest(queue).filter(|_| is_here);
             let oldest = oldest.map_or(NO_SEQUENCE, |(sequence, _)| sequence);
             self.oldest[queue as usize].store(oldest, Ordering::Relaxed);
@@ -569,15 +570,15 @@ impl Partition {
         self.has_opened.store(inner.log.opened != 0, Ordering::Relaxed);
     }
 
-    /// The lock, if the partition is here and stays for the time being.
+    /// Acquires the lock; `None` if the partition is not on this server or about to leave.
     fn lock_here(&self) -> Option<MutexGuard<'_, Inner>> {
         let inner = self.log.lock();
         self.presence.is_here().then_some(inner)
     }
 }
 
-/// Whether a thread may change items. Must be called with the partition's lock held: a change that
-/// is acknowledged after the end of the time is made after this one then.
+/// Whether a thread may change items. Must be called with the partition's lock held, so that a
+/// change that another server acknowledges after the time has passed follows this one.
 fn may_change(pin: &Pin<'_>) -> bool {
     match pin.serves_until_us() {
         NO_END_US => true,

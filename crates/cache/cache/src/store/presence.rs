@@ -1,4 +1,4 @@
-//! Where a partition is: on this server or on another one.
+//! The server of a partition: this one or another one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,35 +11,35 @@ const GENERATION_SHIFT: u32 = 18;
 pub struct Place {
     /// The number of the server.
     pub server: u16,
-    /// The generation since which it has the partition, below 2^46.
+    /// The generation since which the server has the partition, below 2^46.
     pub generation: u64,
 }
 
-/// Where a partition is.
+/// The server of a partition, as this server knows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Presence {
-    /// Here: requests are served.
+    /// The partition is on this server: requests are served.
     Here,
-    /// Here, and about to leave: requests wait.
+    /// The partition is on this server and about to leave: requests wait.
     Leaving,
-    /// On another server: requests are forwarded.
+    /// The partition is on another server: requests are forwarded.
     Elsewhere(Place),
-    /// On no server that is known: requests wait.
+    /// No server is known to have the partition: requests wait.
     Unknown,
 }
 
-/// A presence that threads look at while another one changes it.
+/// A presence that threads read while another thread changes it.
 #[derive(Debug)]
 pub struct PresenceCell(AtomicU64);
 
 impl PresenceCell {
-    /// [`Presence::Here`].
+    /// A cell with [`Presence::Here`].
     #[must_use]
     pub const fn here() -> Self {
         Self(AtomicU64::new(0))
     }
 
-    /// Whether it is [`Presence::Here`].
+    /// Whether the presence is [`Presence::Here`].
     #[inline]
     pub fn is_here(&self) -> bool {
         self.0.load(Ordering::Acquire) == 0
@@ -65,7 +65,7 @@ impl PresenceCell {
         self.0.store(word_of(presence), Ordering::Release);
     }
 
-    /// Notes a place that is newer than what is known; returns whether it was.
+    /// Sets the presence to `place` if that is newer than the known one; returns whether it was.
     pub fn learn(&self, place: Place) -> bool {
         loop {
             let known = self.get();
@@ -104,7 +104,7 @@ mod tests {
     fn only_newer_places_are_learnt() {
         let cell = PresenceCell::here();
         let place = |server, generation| Place { server, generation };
-        assert!(!cell.learn(place(1, 9)), "what is here is not forgotten");
+        assert!(!cell.learn(place(1, 9)), "a partition of this server stays");
         for presence in [
             Presence::Here,
             Presence::Leaving,

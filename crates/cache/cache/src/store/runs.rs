@@ -11,22 +11,22 @@ use super::memory::{Memory, PAGE_BYTES};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum RunState {
-    /// It has no items, and may be part of a gap.
+    /// The run has no items, and may be part of a gap.
     Free = 0,
-    /// Items are appended to it.
+    /// Items are appended to the run.
     Open = 1,
-    /// It has items, and no more are appended.
+    /// The run has items, and no more are appended.
     Sealed = 2,
-    /// All of its items were flushed.
+    /// All items of the run were flushed.
     Flushed = 3,
-    /// Its items are in the pool, not here.
+    /// The items of the run are in the pool, not in this memory.
     Remote = 4,
-    /// Its items were in the pool, and are gone.
+    /// The items of the run were in the pool, and are lost.
     Lost = 5,
 }
 
 impl RunState {
-    /// Whether the bytes of the items are not here.
+    /// Whether the bytes of the items are not in this memory.
     #[inline]
     #[must_use]
     pub fn is_away(self) -> bool {
@@ -34,10 +34,10 @@ impl RunState {
     }
 }
 
-/// Which items a run has (S3-FIFO, SOSP 2023).
+/// The queue of a run, by the items that it has (S3-FIFO, SOSP 2023).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Queue {
-    /// Items that were stored and have not yet shown that they are read.
+    /// New items, until the eviction finds that they were read.
     Probation = 0,
     /// Items that were read while they were on probation.
     Main = 1,
@@ -50,8 +50,8 @@ impl Queue {
 
 /// The entry of a run in the table.
 ///
-/// Readers look at the state and the cas base; the rest belongs to the holder of the partition's
-/// lock.
+/// Only the holder of the partition's lock writes the words. Readers without the lock use the
+/// state, the cas base, the serial number with the fill, and the second of opening.
 #[derive(Clone, Copy, Debug)]
 pub struct RunEntry<'a> {
     memory: &'a Memory,
@@ -98,35 +98,35 @@ impl<'a> RunEntry<'a> {
         self.set(0, state as u64);
     }
 
-    /// The number near which the cas numbers of its items are.
+    /// The base to which the cas numbers of the run's items are relative.
     #[inline]
     pub fn cas_base(&self) -> u64 {
         self.get(1)
     }
 
-    /// Sets the number near which the cas numbers of its items are.
+    /// Sets the base to which the cas numbers of the run's items are relative.
     pub fn set_cas_base(&self, cas: u64) {
         self.set(1, cas);
     }
 
-    /// Bytes that items have been written to, from the start.
+    /// Bytes from the start that items and marks have filled.
     pub fn fill(&self) -> usize {
         self.serial_and_fill().1
     }
 
-    /// How often the run was opened, modulo 2^32, and the bytes that items have been written to
-    /// since. While the first stays the same, these bytes do not change.
+    /// The serial number, which counts how often the run was opened, modulo 2^32; and the bytes
+    /// that were filled since. While the serial number stays the same, those bytes do not change.
     pub fn serial_and_fill(&self) -> (u32, usize) {
         let word = self.get(2);
         (low_half(word >> 32), to_usize(word & u64::from(u32::MAX)))
     }
 
-    /// Sets the bytes that items have been written to.
+    /// Sets the number of filled bytes.
     pub fn set_fill(&self, bytes: usize) {
         self.set(2, self.get(2) & !u64::from(u32::MAX) | bytes as u64);
     }
 
-    /// Notes that the run is opened, and that nothing was written to it.
+    /// Increments the serial number, and sets the filled bytes to 0.
     pub fn reopen(&self) {
         let (serial, _) = self.serial_and_fill();
         self.set(2, u64::from(serial.wrapping_add(1)) << 32);
@@ -152,50 +152,50 @@ impl<'a> RunEntry<'a> {
         self.set(4, sequence);
     }
 
-    /// The second in which the run was opened, and the second in which its last item expires; 0 if
-    /// an item does not expire.
+    /// The second in which the run was opened, and the last second in which an item expires, or 0
+    /// if none expires.
     pub fn times(&self) -> (u32, u32) {
         let word = self.get(5);
         (low_half(word), low_half(word >> 32))
     }
 
-    /// Sets the second in which the run was opened, and that in which its last item expires.
+    /// Sets the second in which the run was opened, and the last second in which an item expires.
     pub fn set_times(&self, opened_s: u32, expires_s: u32) {
         self.set(5, u64::from(opened_s) | u64::from(expires_s) << 32);
     }
 
-    /// The expiry class of its items.
+    /// The expiry class of the run's items.
     pub fn class(&self) -> usize {
         to_usize(self.get(6) & 0xFFFF)
     }
 
-    /// Which items it has.
+    /// The queue of the run.
     #[inline]
     pub fn queue(&self) -> Queue {
         if self.get(6) >> 16 & 1 == 0 { Queue::Probation } else { Queue::Main }
     }
 
-    /// How many consecutive runs it consists of.
+    /// The number of consecutive runs of which the run consists.
     pub fn runs(&self) -> u32 {
         low_half(self.get(6) >> 32)
     }
 
-    /// Sets which items it has, their expiry class, and the number of consecutive runs.
+    /// Sets the queue, the expiry class, and the number of consecutive runs.
     pub fn set_kind(&self, queue: Queue, class: usize, runs: u32) {
         self.set(6, class as u64 | (queue as u64) << 16 | u64::from(runs) << 32);
     }
 
-    /// Bytes of the budget that the run has: whole pages.
+    /// Bytes of the budget that are charged for the run: whole pages.
     pub fn charged(&self) -> usize {
         to_usize(self.get(7) & u64::from(u32::MAX))
     }
 
-    /// Sets the bytes of the budget that the run has.
+    /// Sets the bytes of the budget that are charged for the run.
     pub fn set_charged(&self, bytes: usize) {
         self.set(7, self.get(7) & !u64::from(u32::MAX) | bytes as u64);
     }
 
-    /// The second of the last mark: when the last items were stored.
+    /// The second of the last mark, in which the last items were stored.
     pub fn marked_s(&self) -> u32 {
         low_half(self.get(7) >> 32)
     }
@@ -205,7 +205,7 @@ impl<'a> RunEntry<'a> {
         self.set(7, self.get(7) & u64::from(u32::MAX) | u64::from(second) << 32);
     }
 
-    /// Bytes of the budget that it lacks to have this many bytes filled.
+    /// Bytes that must be charged before the run can have `fill` filled bytes.
     pub fn lacks(&self, fill: usize) -> usize {
         fill.next_multiple_of(PAGE_BYTES).saturating_sub(self.charged())
     }
@@ -234,13 +234,13 @@ impl Gaps {
         Self { gaps: BTreeMap::from([(1, runs)]) }
     }
 
-    /// Whether there is a gap of as many runs.
+    /// Whether there is a gap of at least this many runs.
     #[must_use]
     pub fn has(&self, runs: u32) -> bool {
         self.gaps.values().any(|len| *len >= runs)
     }
 
-    /// Allocates consecutive runs in the first gap that has as many; returns the first of them.
+    /// Allocates consecutive runs in the first gap that is large enough; returns the first of them.
     pub fn allocate(&mut self, runs: u32) -> Option<u32> {
         let (first, len) =
             self.gaps.iter().find(|(_, len)| **len >= runs).map(|(&first, &len)| (first, len))?;
@@ -268,7 +268,7 @@ impl Gaps {
     /// Frees consecutive runs, which become part of a gap.
     ///
     /// # Panics
-    /// If one of them is in a gap.
+    /// If a run of them is in a gap.
     pub fn free(&mut self, first: u32, runs: u32) {
         let mut gap = (first, runs);
         if let Some((&before, &len)) = self.gaps.range(..=first).next_back() {
@@ -290,7 +290,7 @@ impl Gaps {
     }
 }
 
-/// Shared by the parts of a partition that look at its memory.
+/// Memory that the parts of a partition share.
 pub type SharedMemory = Arc<Memory>;
 
 #[cfg(test)]

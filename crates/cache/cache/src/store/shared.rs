@@ -1,4 +1,4 @@
-//! What the partitions of a store share.
+//! The state that the partitions of a store share.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,31 +13,33 @@ use super::runs::Queue;
 use super::slot::RUN_BYTES;
 use super::{LIMIT_MIN, StoreOptions};
 
-/// Runs that each partition must be able to have before one keeps the pages of what it evicts.
+/// A partition keeps the pages of evicted runs if the limit has room for at least this many runs in
+/// each partition.
 const RUNS_TO_KEEP_PAGES: u64 = 64;
-/// Distance of the sequences of runs that were opened one after the other. Cleaned runs have
+/// Difference of the sequences of two runs that were opened in succession. Cleaned runs have
 /// sequences in between.
 const SEQUENCE_STEP: u64 = 64;
-/// The first sequence. Runs that come from other servers have sequences before it.
+/// The first sequence. Runs that arrive from other servers may have sequences before it.
 const SEQUENCE_FIRST: u64 = 1 << 40;
-/// Items are on probation in one part of the memory in so many.
-const PROBATION_PARTS: u64 = 10;
+/// Runs of the probation queue are evicted if the queue has more than 1/`PROBATION_DIVISOR` of the
+/// memory, and runs of the main queue otherwise.
+const PROBATION_DIVISOR: u64 = 10;
 
 /// Counts of removed items.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Removed {
     /// Items that were removed to free memory.
     pub evicted: u64,
-    /// Of these, items that no client had read.
+    /// Evicted items that no client had read.
     pub evicted_unfetched: u64,
     /// Items that were removed after they had expired.
     pub expired: u64,
-    /// Of these, items that no client had read.
+    /// Expired items that no client had read.
     pub expired_unfetched: u64,
 }
 
 impl Removed {
-    /// What was removed since an earlier count.
+    /// The items that were removed since an earlier count.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {
@@ -49,11 +51,11 @@ impl Removed {
     }
 }
 
-/// Numbers of partitions in which something is to be done, each at most once.
+/// Numbers of partitions with pending work, each at most once.
 #[derive(Debug, Default)]
-pub(super) struct Noted(Mutex<BTreeSet<usize>>);
+pub(super) struct PendingPartitions(Mutex<BTreeSet<usize>>);
 
-impl Noted {
+impl PendingPartitions {
     pub(super) fn note(&self, number: usize) {
         self.0.lock().insert(number);
     }
@@ -67,28 +69,28 @@ impl Noted {
     }
 }
 
-/// Why a write was refused.
+/// The reason why a write was refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Refusal {
-    /// The write is to be tried again.
+    /// The write must be retried.
     Again(Until),
     /// There is no memory, and none can be freed.
     Full,
-    /// The partition with this number is not here, or the thread may not serve it now.
+    /// The partition with this number is not on this server, or the thread may not serve it now.
     Elsewhere(usize),
 }
 
-/// How long a request waits before it is tried again.
+/// The event for which a request waits before it is retried.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Until {
-    /// Until another turn of the worker: replies must be sent first, or threads must end their
-    /// turns before there is memory.
+    /// The next turn of the worker: replies must be sent first, or threads must end their turns
+    /// before memory is free.
     NextTurn,
-    /// Until an item has been fetched from the pool, which wakes the worker.
+    /// The end of a fetch from the pool, which wakes the worker.
     Fetched,
 }
 
-/// What the partitions of a store share.
+/// The state that the partitions of a store share.
 #[derive(Debug)]
 pub struct Shared {
     pub(super) budget: Budget,
@@ -96,23 +98,23 @@ pub struct Shared {
     pub(super) has_cas: bool,
     /// The hash of keys.
     pub(super) hasher: KeyHasher,
-    /// Whether items are evicted if there is no room.
+    /// Whether items are evicted if the memory is full.
     pub(super) evicts: bool,
-    /// Whether a partition keeps the pages of what it evicts.
+    /// Whether a partition keeps the pages of the runs that it evicts.
     pub(super) keeps_pages: bool,
     /// Bytes of the runs of each queue.
     pub(super) queue_bytes: [AtomicU64; 2],
-    /// Difference of the cas numbers that follow each other in a partition. All partitions have
-    /// other remainders, so that no two items have the same number.
+    /// Difference of successive cas numbers in a partition. Each partition has another remainder,
+    /// so that no two items have the same number.
     pub(super) cas_step: u64,
     pub(super) sequence: AtomicU64,
-    /// What is asked of the pool.
+    /// Requests to the thread that uses the pool.
     pub(super) pool: PoolQueue,
     /// Partitions that have retired runs.
-    pub(super) retired_in: Noted,
-    /// Partitions that have runs to be cleaned.
-    pub(super) cleanable_in: Noted,
-    /// How long ago the items of the run that was evicted last were stored.
+    pub(super) retired_in: PendingPartitions,
+    /// Partitions that have cleanable runs.
+    pub(super) cleanable_in: PendingPartitions,
+    /// The age of the items of the run that was evicted last.
     pub(super) evicted_age_s: AtomicU64,
     pub(super) evicted: AtomicU64,
     pub(super) evicted_unfetched: AtomicU64,
@@ -134,8 +136,8 @@ impl Shared {
             cas_step: options.partitions as u64,
             sequence: AtomicU64::new(SEQUENCE_FIRST),
             pool: PoolQueue::default(),
-            retired_in: Noted::default(),
-            cleanable_in: Noted::default(),
+            retired_in: PendingPartitions::default(),
+            cleanable_in: PendingPartitions::default(),
             evicted_age_s: AtomicU64::new(0),
             evicted: AtomicU64::new(0),
             evicted_unfetched: AtomicU64::new(0),
@@ -148,7 +150,7 @@ impl Shared {
         self.sequence.fetch_add(SEQUENCE_STEP, Ordering::Relaxed)
     }
 
-    /// Sequences that are given from now on are greater than this one.
+    /// Makes all later sequences greater than `last`.
     pub(super) fn advance_sequence(&self, last: u64) {
         self.sequence.fetch_max(last.next_multiple_of(SEQUENCE_STEP) + SEQUENCE_STEP, Ordering::Relaxed);
     }
@@ -161,16 +163,16 @@ impl Shared {
         self.queue_bytes[queue as usize].fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Bytes of the budget that no eviction frees: those of the index.
+    /// Bytes of the budget that no eviction frees, such as those of the index.
     pub(super) fn fixed_bytes(&self) -> u64 {
         let queues = self.queue_bytes.iter().map(|bytes| bytes.load(Ordering::Relaxed)).sum::<u64>();
         self.budget.kept().saturating_sub(queues)
     }
 
-    /// The queue of which a run is evicted next.
+    /// The queue from which the next run is evicted.
     pub(super) fn queue_to_evict(&self) -> Queue {
         let probation = self.queue_bytes[Queue::Probation as usize].load(Ordering::Relaxed);
-        if probation > self.budget.limit() / PROBATION_PARTS { Queue::Probation } else { Queue::Main }
+        if probation > self.budget.limit() / PROBATION_DIVISOR { Queue::Probation } else { Queue::Main }
     }
 
     pub(super) fn note_evicted_age(&self, age_s: u32) {

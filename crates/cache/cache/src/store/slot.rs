@@ -1,4 +1,4 @@
-//! The words of the index: where an item is, a part of its key's hash, and how often it was read.
+//! The words of the index: the location of an item, bits of its key's hash, and a count of reads.
 
 /// Bytes of a run of the log.
 pub const RUN_BYTES: usize = 1 << RUN_SHIFT;
@@ -11,11 +11,11 @@ pub const RUNS_MAX: usize = 1 << (LOCATION_BITS - RUN_SHIFT);
 /// Bits of the hash that a slot has.
 const TAG_BITS: u32 = 20;
 /// The lowest bit of the hash that a slot has. Buckets are chosen by the bits below and by some of
-/// those that the slot has, so that a bucket can be split without a look at the keys.
+/// those that the slot has, so that a bucket can be split without reading the keys.
 pub const TAG_LOW_BIT: u32 = 6;
 /// Most buckets of an index, as a power of two.
 pub const BUCKET_BITS_MAX: u32 = TAG_LOW_BIT + TAG_BITS;
-/// How often an item was read is counted up to this.
+/// Greatest count of reads of an item.
 pub const READS_MAX: u64 = 3;
 
 const TAG_SHIFT: u32 = LOCATION_BITS;
@@ -24,7 +24,7 @@ const FETCHED: u64 = 1 << (READS_SHIFT + 2);
 const LOCATION_MASK: u64 = (1 << LOCATION_BITS) - 1;
 const TAG_MASK: u64 = (1 << TAG_BITS) - 1;
 
-/// The place of an item: a run, and the offset in it. Run 0 is never used.
+/// The location of an item: a run, and the offset in it. Run 0 is never used.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Location {
     /// The run, from 1 to [`RUNS_MAX`] − 1.
@@ -51,7 +51,7 @@ impl Slot {
         Self(place | tag(hash) << TAG_SHIFT | reads << READS_SHIFT)
     }
 
-    /// Whether no item is here.
+    /// Whether the slot has no item.
     #[inline]
     #[must_use]
     pub fn is_empty(self) -> bool {
@@ -61,18 +61,18 @@ impl Slot {
     /// Whether the key of this item may have this hash.
     #[inline]
     #[must_use]
-    pub fn may_be(self, hash: u64) -> bool {
+    pub fn matches_hash(self, hash: u64) -> bool {
         self.0 >> TAG_SHIFT & TAG_MASK == tag(hash) && !self.is_empty()
     }
 
-    /// The bits of the hash that choose a bucket, where the slot has them; the others are 0.
+    /// The bits of the hash that the slot has, at their places in the hash; the others are 0.
     #[inline]
     #[must_use]
     pub fn hash_bits(self) -> u64 {
         (self.0 >> TAG_SHIFT & TAG_MASK) << TAG_LOW_BIT
     }
 
-    /// Where the item is.
+    /// The location of the item.
     #[inline]
     #[must_use]
     pub fn location(self) -> Location {
@@ -83,7 +83,7 @@ impl Slot {
         }
     }
 
-    /// The slot with another place of the item.
+    /// The slot with another location of the item.
     #[inline]
     #[must_use]
     pub fn with_location(self, location: Location) -> Self {
@@ -91,7 +91,7 @@ impl Slot {
         Self(self.0 & !LOCATION_MASK | place)
     }
 
-    /// How often the item was read since it was stored or last looked at by the eviction, at most
+    /// Reads of the item since it was stored, less those that the eviction has subtracted; at most
     /// [`READS_MAX`]. A value that replaces another one inherits the count.
     #[inline]
     #[must_use]
@@ -99,7 +99,7 @@ impl Slot {
         self.0 >> READS_SHIFT & READS_MAX
     }
 
-    /// Whether the item was read since it came to this place.
+    /// Whether the item was read since it was stored.
     #[inline]
     #[must_use]
     pub fn is_fetched(self) -> bool {
@@ -113,7 +113,7 @@ impl Slot {
         self.with_reads((self.reads() + 1).min(READS_MAX)).with_fetched(true)
     }
 
-    /// The slot with or without the mark that the item was read.
+    /// The slot with or without the bit that the item was read.
     #[inline]
     #[must_use]
     pub fn with_fetched(self, is_fetched: bool) -> Self {
@@ -145,12 +145,12 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_has_what_it_was_made_of() {
+    fn a_slot_returns_the_values_it_was_made_of() {
         let hash = 0x0123_4567_89AB_CDEF;
         for (run, offset) in [(1, 0), (1, 65535), ((1 << 21) - 1, 1234)] {
             let location = Location { run, offset };
             let slot = Slot::new(hash, location, 1);
-            assert!(slot.may_be(hash) && !slot.may_be(hash ^ 1 << TAG_LOW_BIT));
+            assert!(slot.matches_hash(hash) && !slot.matches_hash(hash ^ 1 << TAG_LOW_BIT));
             assert_eq!((slot.location(), slot.reads()), (location, 1));
             let read = slot.with_read();
             assert_eq!((read.reads(), read.is_fetched(), slot.is_fetched()), (2, true, false));
@@ -159,6 +159,6 @@ mod tests {
             let known = ((1 << BUCKET_BITS_MAX) - 1) & !((1 << TAG_LOW_BIT) - 1);
             assert_eq!(slot.hash_bits(), hash & known);
         }
-        assert!(!Slot::EMPTY.may_be(0));
+        assert!(!Slot::EMPTY.matches_hash(0));
     }
 }

@@ -1,3 +1,3 @@
-//! The atomics of the epochs: those of shuttle in its tests, which this file is included in.
+//! The atomics of the epochs. The interleaving tests replace this module by the atomics of shuttle.
 
 pub use std::sync::atomic::{AtomicU64, Ordering, fence};

@@ -100,7 +100,7 @@ fn a_store_without_evictions_is_a_map() {
 }
 
 #[test]
-fn a_full_store_takes_long_items_after_short_ones() {
+fn a_full_store_accepts_long_items_after_short_ones() {
     let store = store(16 << 20, 16);
     for number in 0..200_000u32 {
         set(&store, &number.to_le_bytes(), &[1; 200], 0, 1);
@@ -133,7 +133,7 @@ fn the_second_in_which_an_item_was_stored_is_known() {
     for number in 0..500u32 {
         assert_eq!(stored(&number.to_le_bytes()), 1 + number / 7);
     }
-    // Items that were read survive as others are stored, and keep the time within a minute.
+    // Items that were read survive while others are stored, and keep their time within a minute.
     for number in 500..60_000u32 {
         set(&store, &number.to_le_bytes(), &[1; 100], 0, 1000);
     }
@@ -156,7 +156,7 @@ fn items_that_are_read_are_not_evicted() {
 }
 
 #[test]
-fn the_memory_of_expired_items_is_used_again() {
+fn the_memory_of_expired_items_is_reused() {
     let store = store(4 << 20, 4);
     for now_s in 1..200 {
         for number in 0..500u32 {
@@ -169,7 +169,7 @@ fn the_memory_of_expired_items_is_used_again() {
 }
 
 #[test]
-fn an_item_of_120_bytes_takes_less_than_20_more() {
+fn an_item_of_120_bytes_uses_at_most_20_more_and_26_with_cas() {
     for (has_cas, most) in [(false, 20), (true, 26)] {
         let options = StoreOptions { has_cas, ..options(256 << 20, PARTITIONS) };
         let store = Store::new(&options).unwrap();
@@ -185,7 +185,7 @@ fn an_item_of_120_bytes_takes_less_than_20_more() {
 }
 
 #[test]
-fn what_is_retired_is_free_when_no_earlier_pin_is_left() {
+fn retired_memory_is_free_when_no_earlier_pin_remains() {
     let epochs = Epochs::new(2);
     let first = epochs.pin(0);
     let retired = epochs.retire();
@@ -200,7 +200,7 @@ fn what_is_retired_is_free_when_no_earlier_pin_is_left() {
 }
 
 #[test]
-fn a_store_adopts_what_another_one_has_completed() {
+fn a_store_adopts_the_memory_that_another_one_has_completed() {
     let options = options(8 << 20, 3);
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(Store::file_bytes(&options)).unwrap();
@@ -237,18 +237,18 @@ fn a_store_adopts_what_another_one_has_completed() {
     for number in 0..100_000u32 {
         set(&store, &number.to_le_bytes(), &[2; 100], 0, 1);
     }
-    assert!(store.removed().evicted > 0, "what was adopted is evicted");
+    assert!(store.removed().evicted > 0, "adopted items are evicted");
     drop(store);
 
     let (store, seconds) = open();
-    assert_eq!((seconds, store.content().items), (None, 0), "it was not completed");
+    assert_eq!((seconds, store.content().items), (None, 0), "the memory was not completed");
     store.complete(&options, 50, 0);
     let other = StoreOptions { has_cas: false, ..options };
     let (store, seconds) = Store::open(&other, file.try_clone().unwrap().into()).unwrap();
     assert_eq!((seconds, store.content().items), (None, 0), "another store has completed it");
 }
 
-/// A value that shows which key it is for, and whether it is whole.
+/// A value from which a reader can check its key and that it is whole.
 fn checked_value(key: u64, version: u64, len: usize) -> Vec<u8> {
     let word = (key << 32 | version).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes();
     let mut value = [key.to_le_bytes(), version.to_le_bytes()].concat();
@@ -265,7 +265,8 @@ fn threads_see_whole_values_while_others_are_evicted() {
     let run = |thread: usize| {
         let mut random = Random(77 + thread as u64);
         let (mut hits, mut step) = (0, 0);
-        // While threads that have pins do not run, nothing is evicted.
+        // Nothing is freed while a thread with a pin does not run, so a fixed number of steps may
+        // evict too few items.
         while step < 15_000 || hits <= 300 || store.removed().evicted <= 2000 {
             step += 1;
             let pin = store.pin(thread);
@@ -276,10 +277,10 @@ fn threads_see_whole_values_while_others_are_evicted() {
                 let len = if random.below(200) == 0 { 100_000 } else { random.below(400) };
                 let value = checked_value(key, step, usize::try_from(len).unwrap());
                 let change = |_: Option<&item::Item<'_>>| Change::Put(put(&value, 0));
-                // Without room the value is not stored, as in a server that tries again later.
+                // Without room the value is not stored; a server would retry later.
                 let _stored = store.update(&pin, store.key(&name), 1, change);
             } else if let Ok(item) = store.look_up(&pin, store.key(&name), 1, true) {
-                // Items stay as they are for as long as the pin lives.
+                // Items stay unchanged while the pin lives.
                 for _ in 0..2 {
                     let version = u64::from_le_bytes(item.value[8..16].try_into().unwrap());
                     assert!(item.key == name, "another key");

@@ -1,4 +1,4 @@
-//! Servers that forward requests to each other. Partitions are placed by hand.
+//! Servers that forward requests to each other. The tests place the partitions.
 
 mod servers;
 mod unavailable;
@@ -110,7 +110,7 @@ fn long_values_are_forwarded() {
 }
 
 #[test]
-fn requests_wait_while_a_partition_is_nowhere() {
+fn requests_wait_while_no_server_has_a_partition() {
     let servers = Servers::start(2);
     let key = (0..).map(|key| format!("key{key}")).find(|key| partition_of(key) == 1).unwrap();
     let (mut here, mut there) = (servers.connect(0), servers.connect(1));
@@ -120,7 +120,7 @@ fn requests_wait_while_a_partition_is_nowhere() {
     assert_eq!(departure.items, 1);
     here.send(&format!("get {key}\r\nget {key}2\r\n"));
     there.send(&format!("incr {key} 1\r\nset {key} 0 0 1 noreply\r\ny\r\nget {key}\r\n"));
-    // It moves without its items, in another generation.
+    // The partition moves without its items, in another generation.
     first.store().begin_empty(1, 2);
     second.store().forget(1, Presence::Elsewhere(Place { server: 0, generation: 2 })).unwrap();
     first.wake();
@@ -132,7 +132,7 @@ fn requests_wait_while_a_partition_is_nowhere() {
 }
 
 #[test]
-fn requests_for_a_server_that_is_gone_are_answered_when_another_has_the_partition() {
+fn requests_for_an_ended_server_are_answered_when_another_has_the_partition() {
     let mut servers = Servers::start(2);
     let key = (0..).map(|key| format!("key{key}")).find(|key| partition_of(key) == 1).unwrap();
     let mut client = servers.connect(0);

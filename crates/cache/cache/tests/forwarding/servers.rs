@@ -19,20 +19,20 @@ use aquifer_tests_support::eventually::eventually;
 
 pub const PARTITIONS: usize = 16;
 
-/// Longest time for anything that must happen.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout of each wait of a test.
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Connects servers of this process by socket pairs.
+/// A network of servers of this process, connected by socket pairs.
 #[derive(Debug, Default)]
 pub struct Network {
     pub servers: Mutex<Vec<OnceLock<ServerHandle>>>,
-    /// Bytes that are sent to a server arrive only when this is false.
+    /// Whether bytes to servers are delayed until this is false.
     pub is_stalled: Arc<AtomicBool>,
-    /// The lease of the first server has ended.
+    /// Whether the lease of the first server has ended.
     pub is_fenced: AtomicBool,
 }
 
-/// A connection between two servers, of which each end is a socket.
+/// A connection between two servers; returns the sockets of its ends.
 fn relay(is_stalled: &Arc<AtomicBool>) -> (UnixStream, UnixStream) {
     let ((near, from), (to, far)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
     let back = (to.try_clone().unwrap(), from.try_clone().unwrap());
@@ -89,12 +89,12 @@ impl Connector for Node {
 
 const SECRET: HashSecret = HashSecret([1, 2]);
 
-/// Servers, of which each has the partitions whose numbers have its remainder.
+/// Servers of a cluster: partition `p` is on server `p % count`.
 pub struct Servers(pub Vec<Server>, pub Arc<Network>);
 
 impl Servers {
     pub fn start(count: usize) -> Self {
-        Self::start_with(count, PATIENCE)
+        Self::start_with(count, TEST_TIMEOUT)
     }
 
     pub fn start_with(count: usize, partition_timeout: Duration) -> Self {
@@ -160,7 +160,7 @@ fn options(listener: Listener, connector: Arc<Node>, partition_timeout: Duration
         shutdown_is_enabled: false,
         verbosity: 0,
         pool: None,
-        pool_wait: PATIENCE,
+        pool_wait: TEST_TIMEOUT,
         partition_timeout,
         connector: Some(connector),
         version: "test",
@@ -172,7 +172,7 @@ pub struct Client(pub BufReader<TcpStream>);
 impl Client {
     pub fn connect(address: SocketAddr) -> Self {
         let stream = TcpStream::connect(address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
         Self(BufReader::new(stream))
     }
 
@@ -180,7 +180,7 @@ impl Client {
         self.0.get_mut().write_all(text.as_bytes()).unwrap();
     }
 
-    /// Reads as many bytes as this has, which must be these.
+    /// Reads `expected.len()` bytes, and asserts that they are `expected`.
     pub fn expect(&mut self, expected: &str) {
         let mut got = vec![0; expected.len()];
         self.0.read_exact(&mut got).unwrap();
@@ -204,7 +204,7 @@ pub fn partition_of(key: &str) -> usize {
     usize::try_from(((hash >> 32) * PARTITIONS as u64) >> 32).unwrap()
 }
 
-/// A key of a partition on this one of two servers, other than those whose numbers are smaller.
+/// The first key with a number of at least `from` whose partition is on this one of two servers.
 pub fn key_on(server: usize, from: usize) -> String {
     (from..).map(|key| format!("key{key}")).find(|key| partition_of(key) % 2 == server).unwrap()
 }

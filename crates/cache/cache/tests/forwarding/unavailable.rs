@@ -1,4 +1,4 @@
-//! Requests for whose partition no server may answer.
+//! Requests for partitions for which no server may answer.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::servers::{Client, PARTITIONS, Servers, key_on, partition_of};
 
 const ERROR: &str = "SERVER_ERROR";
 
-/// Stores an item, however often its server is slow.
+/// Stores an item, and retries until its server answers in time.
 fn set(client: &mut Client, key: &str, value: &str) {
     loop {
         client.send(&format!("set {key} 0 0 {}\r\n{value}\r\n", value.len()));
@@ -22,7 +22,7 @@ fn set(client: &mut Client, key: &str, value: &str) {
     }
 }
 
-/// Sends a request until its reply begins so.
+/// Sends a request until its reply begins with `expected`.
 fn ask_until(client: &mut Client, request: &str, expected: &str) {
     loop {
         client.send(request);
@@ -66,7 +66,7 @@ fn check_unavailable(client: &mut Client, lost: &str, own: &str) {
 }
 
 #[test]
-fn reads_miss_and_changes_fail_while_a_partition_is_nowhere() {
+fn reads_miss_and_changes_fail_while_no_server_has_a_partition() {
     let servers = Servers::start_with(2, PARTITION_TIMEOUT);
     let (own, lost) = (key_on(0, 0), key_on(1, 0));
     let mut client = servers.connect(0);
@@ -85,7 +85,7 @@ fn reads_miss_and_changes_fail_while_a_partition_is_nowhere() {
 }
 
 #[test]
-fn reads_miss_and_changes_fail_while_a_partition_rests_on_another_server() {
+fn reads_miss_and_changes_fail_while_a_partition_is_suspended_on_another_server() {
     let servers = Servers::start_with(2, PARTITION_TIMEOUT);
     let (own, lost) = (key_on(0, 0), key_on(1, 0));
     let mut client = servers.connect(0);
@@ -119,8 +119,8 @@ fn a_server_without_a_lease_forwards_and_serves_nothing_of_its_own() {
     servers.stop();
 }
 
-/// A change that was answered by an error while its server was not reached is not made when the
-/// server is reached again: what was stored in between stays.
+/// Checks that a change that has failed while its server was unreachable is not made when the
+/// server is reachable again: a value that was stored in between stays.
 #[test]
 fn a_change_that_has_failed_is_not_made_later() {
     let servers = Servers::start_with(2, PARTITION_TIMEOUT);
@@ -146,7 +146,7 @@ fn a_change_that_has_failed_is_not_made_later() {
         let newer = format!("newer{round}");
         second.ask(&format!("set {key} 0 0 6\r\n{newer}\r\n"), "STORED\r\n");
         servers.1.is_stalled.store(false, Ordering::SeqCst);
-        // What was sent before has arrived before this.
+        // The requests that were sent before have arrived before this one.
         set(&mut first, &marker, "x");
         second.send(&format!("get {key}\r\n"));
         assert_eq!(second.line(), format!("VALUE {key} 0 6\r\n"));
@@ -155,7 +155,8 @@ fn a_change_that_has_failed_is_not_made_later() {
     servers.stop();
 }
 
-/// With one timeout for each request this would take longer than the test waits.
+/// Checks that a pipeline does not wait for one timeout per request: that would exceed the timeout
+/// of the test.
 #[test]
 fn a_pipeline_for_a_lost_partition_waits_once_a_second() {
     let servers = Servers::start_with(2, Duration::from_secs(1));
@@ -165,7 +166,7 @@ fn a_pipeline_for_a_lost_partition_waits_once_a_second() {
     let count = 5000;
     let pipeline = format!("get {key}\r\nmg {own} v\r\n").repeat(count);
     let replies = "END\r\nVA 1\r\nx\r\n".repeat(count);
-    // The server is not reached, its partition rests, or the partition is nowhere.
+    // The server is unreachable, its partition is suspended, or no server has the partition.
     set(&mut client, &key, "x");
     servers.1.is_stalled.store(true, Ordering::SeqCst);
     client.ask(&pipeline, &replies);
@@ -179,7 +180,7 @@ fn a_pipeline_for_a_lost_partition_waits_once_a_second() {
     servers.stop();
 }
 
-/// Requests of a binary pipeline, and the statuses of their replies.
+/// Checks the statuses of the replies to a binary pipeline.
 #[test]
 fn binary_requests_end_with_their_status() {
     use std::io::{Read, Write};

@@ -1,4 +1,4 @@
-//! Readers of the index find each item that is there, while a writer moves it.
+//! Readers of the index find each item while a writer moves it.
 
 use std::panic::catch_unwind;
 
@@ -20,7 +20,7 @@ const LAYOUT: IndexLayout = IndexLayout {
     overflow: 8 + 128 * 8,
     overflow_max: 16,
 };
-/// Items of one bucket: it has two overflow buckets.
+/// Items of one bucket, which has two overflow buckets.
 const ITEMS: u32 = 17;
 
 #[derive(Clone)]
@@ -42,7 +42,7 @@ impl Words for ModelWords {
     fn prefetch(&self, _at: usize) {}
 }
 
-/// The hash of an item of bucket 0: odd items move when it is split.
+/// The hash of an item of bucket 0. Odd items move when the bucket is split.
 fn hash(item: u32) -> u64 {
     u64::from(item & 1) << 6 | u64::from(item) << 8
 }
@@ -55,7 +55,8 @@ fn slot(item: u32) -> Slot {
     Slot::new(hash(item), location(item), 0)
 }
 
-/// Items from 3 on stay; the writer removes and adds the first three while it splits the bucket.
+/// Runs one schedule: readers search items from 3 on, which stay in the index. The writer removes
+/// the first three, splits the bucket, and adds them again.
 fn play() {
     let len = LAYOUT.overflow + 16 * 8;
     let words = ModelWords(Arc::new((0..len).map(|_| AtomicU64::new(0)).collect()));
@@ -73,7 +74,7 @@ fn play() {
                         assert_eq!(found.slot.location(), location(item));
                         index.count_read(found);
                     }
-                    Search::Unsettled => {}
+                    Search::Inconclusive => {}
                     Search::Missing => panic!("item {item} is missing"),
                 }
                 assert!(!matches!(index.search(hash(90), |found| found == location(90)), Search::Found(_)));
@@ -108,12 +109,12 @@ fn readers_find_items_while_they_move() {
 }
 
 #[test]
-fn each_broken_step_is_noticed() {
-    // A chain that is too long needs no second thread: the store's tests notice it.
+fn each_broken_step_is_detected() {
+    // A chain that is too long needs no second thread: the store's tests detect it.
     for mutation in Mutation::ALL.iter().filter(|mutation| **mutation != Mutation::ChainTooLong) {
         let play = move || mutation.while_active(play);
-        // A reader that stops for long between two steps is rare in schedules that are all random.
+        // A reader that is preempted for long between two steps is rare in random schedules.
         let outcome = catch_unwind(|| shuttle::check_pct(play, 20 * SCHEDULES, 2));
-        assert!(outcome.is_err(), "{mutation:?} is not noticed");
+        assert!(outcome.is_err(), "{mutation:?} is not detected");
     }
 }

@@ -1,7 +1,7 @@
-//! The parts of the store that are used without a lock, in random interleavings of threads.
+//! Tests of the lock-free parts of the store, in random interleavings of threads.
 
 // The epochs with the atomics of shuttle.
-#[expect(dead_code, reason = "no thread of the tests has a time in which it may serve")]
+#[expect(dead_code, reason = "no thread of the tests limits the time until which it may serve")]
 #[path = "../../src/store/epochs.rs"]
 mod epochs;
 mod index;

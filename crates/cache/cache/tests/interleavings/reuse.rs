@@ -1,4 +1,4 @@
-//! Memory is used again only when no thread can see what was there.
+//! Memory is reused only when no thread can access its old contents.
 
 use shuttle::sync::Arc;
 use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -31,7 +31,7 @@ fn play(waits: bool) {
                 let _pin = model.epochs.pin(reader);
                 let place = model.published.load(Ordering::SeqCst);
                 for _ in 0..2 {
-                    assert!(!model.is_free[place].load(Ordering::SeqCst), "place {place} was used again");
+                    assert!(!model.is_free[place].load(Ordering::SeqCst), "place {place} was reused");
                 }
             }
         })
@@ -53,12 +53,12 @@ fn play(waits: bool) {
 }
 
 #[test]
-fn no_reader_sees_memory_that_is_used_again() {
+fn no_reader_sees_reused_memory() {
     shuttle::check_random(|| play(true), SCHEDULES);
 }
 
 #[test]
-fn memory_that_is_used_again_at_once_is_noticed() {
+fn memory_that_is_reused_at_once_is_detected() {
     let outcome = std::panic::catch_unwind(|| shuttle::check_random(|| play(false), SCHEDULES));
     assert!(outcome.is_err());
 }

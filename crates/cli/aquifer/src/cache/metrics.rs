@@ -93,7 +93,7 @@ impl CacheCollector {
         let pool = store.pool();
         let load =
             |counter: &std::sync::atomic::AtomicU64| [(Labels::new(), counter.load(Ordering::Relaxed))];
-        let items = [(Labels::new(), store.items_away())];
+        let items = [(Labels::new(), store.items_in_pool())];
         gauges(encoder, about("pool_items", "Items in the pool."), items)?;
         gauges(encoder, bytes("pool", "Memory in the pool."), load(&pool.bytes))?;
         counters(encoder, about("pool_hits", "Items that were fetched from the pool."), load(&pool.hits))?;

@@ -1,7 +1,7 @@
 //! The frames between servers: requests that are forwarded, and their replies.
 //!
 //! `docs/formats/cache-peers.md` has the bytes. Frames come from servers that have proven that they
-//! hold the cluster key; what is malformed ends the connection.
+//! hold the cluster key; a malformed frame ends the connection.
 
 use aquifer_mutation::mutations;
 
@@ -22,7 +22,7 @@ pub const ENTRIES_MAX: usize = 64;
 /// Longest frame and longest answer, in bytes after the length.
 pub const FRAME_BYTES_MAX: usize = (1 << 31) - 1;
 
-/// Offset of the time in a frame until which it may be served.
+/// Offset in a frame of the time until which it may be served.
 const SERVE_UNTIL_OFFSET: usize = 4 + 8;
 
 const KIND_TEXT: u8 = 0;
@@ -41,17 +41,17 @@ const END_UNAVAILABLE: u8 = 5;
 mutations! {
     /// Checks of frames that their fuzz target leaves out on purpose.
     pub enum Mutation {
-        /// Bytes after the last entry are not looked at.
+        /// Bytes after the last entry are accepted.
         AcceptRest,
     }
 }
 
-/// The other end does not keep to the protocol.
+/// The error of a frame or answer that violates the protocol.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Malformed;
 
-/// Appends a frame. [`set_serve_until`] says until when it may be served. If it `waits`, the
-/// receiver waits for partitions that are about to come or to leave.
+/// Appends a frame. [`set_serve_until`] sets the time until which it may be served. If it `waits`,
+/// the receiver waits for partitions that are about to arrive or to leave.
 ///
 /// # Panics
 /// If there are more than [`ENTRIES_MAX`] entries, or more than [`FRAME_BYTES_MAX`] bytes.
@@ -91,7 +91,7 @@ pub fn push_frame(out: &mut Vec<u8>, number: u64, waits: bool, entries: &[(usize
     set_len(out, start);
 }
 
-/// Sets the time of the receiver until which a frame may be served, in microseconds.
+/// Sets the time until which a frame may be served, in microseconds of the receiver's clock.
 pub fn set_serve_until(frame: &mut [u8], until_us: u64) {
     frame[SERVE_UNTIL_OFFSET..SERVE_UNTIL_OFFSET + 8].copy_from_slice(&until_us.to_le_bytes());
 }
@@ -105,7 +105,7 @@ fn set_len(out: &mut [u8], start: usize) {
 /// The length of the frame or answer at the start of the input; `None` if it is not complete.
 ///
 /// # Errors
-/// If it is longer than any.
+/// If the length exceeds [`FRAME_BYTES_MAX`].
 pub fn complete_len(input: &[u8]) -> Result<Option<usize>, Malformed> {
     let Some(len) = input.first_chunk::<4>() else { return Ok(None) };
     let len = u32::from_le_bytes(*len) as usize;
@@ -118,14 +118,14 @@ pub fn complete_len(input: &[u8]) -> Result<Option<usize>, Malformed> {
 /// A frame that was received.
 #[derive(Clone, Debug)]
 pub struct Frame<'a> {
-    /// The number by which the answer names it.
+    /// The number of the frame, which the answer repeats.
     pub number: u64,
-    /// The time of the receiver after which nothing of the frame may be done any more, in
-    /// microseconds since the start of its machine.
+    /// The time after which no entry of the frame may be executed, in microseconds since the start
+    /// of the receiver's machine.
     pub until_us: u64,
-    /// Whether the receiver waits for partitions that are about to come or to leave.
+    /// Whether the receiver waits for partitions that are about to arrive or to leave.
     pub waits: bool,
-    /// Partitions, and what is to be done there.
+    /// Partitions, and the task in each.
     pub entries: Vec<(usize, Task<'a>)>,
 }
 
@@ -133,7 +133,7 @@ impl<'a> Frame<'a> {
     /// Reads a complete frame.
     ///
     /// # Errors
-    /// If it is not one.
+    /// If the bytes violate the protocol.
     pub fn read(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let mut reader = Reader(bytes);
         reader.next(4)?;
@@ -170,27 +170,26 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Why an answer ends where it does.
+/// The reason why an answer ends after its last reply.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AnswerEnd {
-    /// All entries are done.
+    /// All entries were executed.
     Done,
-    /// The rest is to be sent again.
+    /// The remaining entries must be sent again.
     Again,
-    /// The partition of the next entry is not on this server, but there.
+    /// The partition of the next entry is at this place, not on the server that answers.
     Moved(usize, Place),
-    /// The next entry is not what one may be.
+    /// The next entry is invalid.
     Malformed,
-    /// The time was over in which the rest could be done.
+    /// The time of the frame passed before the remaining entries were executed.
     Late,
-    /// The server may not answer for the partition of the next entry at present, and does not wait
-    /// any longer.
+    /// The server may not answer for the partition of the next entry at present, and has stopped
+    /// waiting.
     Unavailable,
 }
 
-/// The part of an answer before the replies, with the time of the server that answers. `done`
-/// entries are done, and these are the lengths of their replies; there is one for each entry of the
-/// frame.
+/// Encodes the part of an answer before the replies, with the clock of the server that answers.
+/// `done` entries were executed. `lens` has the length of a reply for each entry of the frame.
 pub fn answer_head(
     (number, clock_us): (u64, u64),
     done: usize,
@@ -229,11 +228,11 @@ pub fn answer_head(
 pub struct Answer<'a> {
     /// The number of the frame.
     pub number: u64,
-    /// The time of the server that has answered, in microseconds since the start of its machine.
+    /// The clock of the server that has answered, in microseconds since the start of its machine.
     pub clock_us: u64,
-    /// The replies to the entries that are done.
+    /// The replies to the executed entries.
     pub replies: Vec<&'a [u8]>,
-    /// Why it ends there.
+    /// The reason why no more entries were executed.
     pub end: AnswerEnd,
 }
 
@@ -241,7 +240,7 @@ impl<'a> Answer<'a> {
     /// Reads a complete answer.
     ///
     /// # Errors
-    /// If it is not one.
+    /// If the bytes violate the protocol.
     pub fn read(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let mut reader = Reader(bytes);
         reader.next(4)?;
@@ -271,7 +270,7 @@ impl<'a> Answer<'a> {
     }
 }
 
-/// Takes fields from the start of bytes.
+/// Reads fields from the start of bytes.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -330,7 +329,7 @@ mod tests {
         for len in 0..bytes.len() {
             assert!(Frame::read(&bytes[..len]).is_err());
         }
-        // A task without bytes has none: the key of the last entry becomes its own.
+        // With these lengths the byte of the key belongs to the cancelled flush: neither is valid.
         (bytes[46], bytes[55]) = (1, 0);
         assert!(Frame::read(&bytes).is_err());
     }

@@ -13,14 +13,14 @@ use crate::commands::elsewhere::Task;
 use crate::server::dealing::WorkerHandle;
 use crate::server::stream::Stream;
 
-/// Bytes that wait to be sent to a server beyond which nothing more is forwarded to it.
+/// Unsent bytes to a server above which nothing more is forwarded to it.
 const OUTGOING_MAX: usize = 4 << 20;
-/// Bytes that a link sends in a millisecond at least. The time of a frame is longer by the time of
-/// sending it and what is queued before it.
+/// Least throughput of a link, in bytes per millisecond. The time of a frame is extended by the
+/// time to send it and the bytes that are queued before it.
 const BYTES_PER_MS: usize = 10_000;
 
 /// A client's connection that waits for an answer: its place among those of the worker, and its
-/// serial number, because places are used again.
+/// serial number, because places are reused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Waiter {
     /// The place.
@@ -32,23 +32,23 @@ pub struct Waiter {
 /// The end of a frame.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FrameEnd {
-    /// The server has answered: the replies to the entries that are done, and why no more are.
+    /// The server has answered: the replies to the executed entries, and the reason for the end.
     Answered(Vec<Vec<u8>>, AnswerEnd),
-    /// Nothing of it was done: the server cannot be reached.
+    /// No entry was executed: the server cannot be reached.
     NotSent,
-    /// The connection was lost. What was done is unknown, and more may be done until the frame's
-    /// time is over.
+    /// The connection was lost. It is unknown which entries were executed, and more may be until
+    /// the frame's time has passed.
     Lost,
-    /// The time of the frame is over. What was done is unknown, and no more will be.
+    /// The frame's time has passed. It is unknown which entries were executed; no more will be.
     Expired,
 }
 
-/// A frame that is to be sent.
+/// A frame that is queued for a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Forwarded {
     /// The number of the frame.
     pub number: u64,
-    /// When its time is over.
+    /// The time after which the frame may not be served any more.
     pub ends: Instant,
 }
 
@@ -57,7 +57,7 @@ pub struct Forwarded {
 pub struct Links {
     worker: Arc<WorkerHandle>,
     connector: Arc<dyn Connector>,
-    /// Time without bytes of a server after which frames expire whose time is over.
+    /// The time without bytes of a server after which frames expire whose time has passed.
     timeout: Duration,
     links: BTreeMap<u16, Link>,
     next_number: u64,
@@ -66,20 +66,20 @@ pub struct Links {
 /// A link to a server.
 #[derive(Debug, Default)]
 struct Link {
-    /// Not there until the server has answered.
+    /// The connection, once the connector has made it.
     stream: Option<Stream>,
-    /// A connection is being made.
+    /// Whether a connection is being made.
     connects: bool,
     input: Vec<u8>,
-    /// Frames that are yet to be sent.
+    /// Frames that were not sent yet.
     queued: Vec<QueuedFrame>,
     flights: BTreeMap<u64, Flight>,
     clock: PeerClock,
-    /// When bytes of the server have arrived last.
-    heard: Option<Instant>,
-    /// The last attempt to connect has failed, or a frame has expired and no bytes have arrived
-    /// since.
-    is_silent: bool,
+    /// The time at which the last bytes of the server were received.
+    last_received: Option<Instant>,
+    /// Whether the last attempt to connect has failed, or a frame has expired and no bytes were
+    /// received since.
+    is_unresponsive: bool,
     waits_to_send: bool,
 }
 
@@ -89,39 +89,39 @@ struct QueuedFrame {
     bytes: Vec<u8>,
 }
 
-/// A frame that is not answered.
+/// A frame that was not answered yet.
 #[derive(Clone, Copy, Debug)]
 struct Flight {
     waiter: Waiter,
     ends: Instant,
 }
 
-/// The kind of event at a link for which a worker waits.
+/// The kind of event of a link for which a worker waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Interest {
-    /// Bytes that arrive.
+    /// Bytes to receive.
     Receive,
     /// Room to send.
     Send,
 }
 
 impl Link {
-    /// Bytes that wait to be sent.
+    /// Bytes that were not sent yet.
     fn outgoing(&self) -> usize {
         let queued: usize = self.queued.iter().map(|frame| frame.bytes.len()).sum();
         queued + self.stream.as_ref().map_or(0, Stream::backlog_bytes)
     }
 
-    /// Gives the connection up. Calls `end` for all frames.
+    /// Drops the connection. Calls `end` for all frames.
     fn lose(&mut self, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
-        let link = mem::replace(self, Self { is_silent: true, ..Self::default() });
+        let link = mem::replace(self, Self { is_unresponsive: true, ..Self::default() });
         for (number, flight) in link.flights {
             let is_queued = link.queued.iter().any(|frame| frame.forwarded.number == number);
             end(number, flight.waiter, if is_queued { FrameEnd::NotSent } else { FrameEnd::Lost });
         }
     }
 
-    /// Reads the answers that have arrived completely; returns whether the server keeps to the
+    /// Reads the answers that were received completely; returns false if the server violates the
     /// protocol.
     fn read_answers(&mut self, now: Instant, mut end: impl FnMut(u64, Waiter, FrameEnd)) -> bool {
         let mut at = 0;
@@ -131,7 +131,7 @@ impl Link {
                     let Ok(answer) = Answer::read(&self.input[at..at + len]) else { break false };
                     at += len;
                     self.clock.note(answer.clock_us, now);
-                    // One that has expired is awaited no more.
+                    // The answer to an expired frame is ignored.
                     if let Some(flight) = self.flights.remove(&answer.number) {
                         let replies = answer.replies.iter().map(|reply| reply.to_vec()).collect();
                         end(answer.number, flight.waiter, FrameEnd::Answered(replies, answer.end));
@@ -145,13 +145,13 @@ impl Link {
         is_well
     }
 
-    /// Ends the frames whose time is over, unless the server is sending.
+    /// Ends the frames whose time has passed, unless the server is sending.
     fn expire(&mut self, now: Instant, timeout: Duration, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
-        if self.heard.is_some_and(|heard| now < heard + timeout) {
+        if self.last_received.is_some_and(|last_received| now < last_received + timeout) {
             return;
         }
         let is_over = |flight: &Flight| now >= flight.ends;
-        self.is_silent |= self.flights.values().any(is_over);
+        self.is_unresponsive |= self.flights.values().any(is_over);
         self.queued.retain(|frame| now < frame.forwarded.ends);
         self.flights.retain(|number, flight| {
             if is_over(flight) {
@@ -163,18 +163,20 @@ impl Link {
 }
 
 impl Links {
-    /// No links. A frame is answered within `timeout`, or as long as the server is sending.
+    /// An empty set of links. A frame expires when its time has passed and the server has sent
+    /// nothing for `timeout`.
     pub fn new(worker: Arc<WorkerHandle>, connector: Arc<dyn Connector>, timeout: Duration) -> Self {
         Self { worker, connector, timeout, links: BTreeMap::new(), next_number: 0 }
     }
 
-    /// Whether a server does not answer, as far as is known.
-    pub fn is_silent(&self, server: u16) -> bool {
-        self.links.get(&server).is_some_and(|link| link.is_silent)
+    /// Whether a server is known not to answer.
+    pub fn is_unresponsive(&self, server: u16) -> bool {
+        self.links.get(&server).is_some_and(|link| link.is_unresponsive)
     }
 
-    /// Queues a frame, which is sent at the end of the turn. Its time is over at `end` if it is
-    /// short. If it `waits`, the server waits for partitions. `None` if too much is to be sent.
+    /// Queues a frame, which is sent at the end of the turn. Its time ends at `end`, or later if it
+    /// takes long to send. If it `waits`, the server waits for partitions. `None` if more than
+    /// `OUTGOING_MAX` bytes are unsent.
     pub fn forward(
         &mut self,
         server: u16,
@@ -193,8 +195,8 @@ impl Links {
         self.next_number += 1;
         let mut bytes = Vec::new();
         frame::push_frame(&mut bytes, self.next_number, waits, entries);
-        // A silent server takes no bytes, so that no sending time is to be added.
-        let queued = if link.is_silent { 0 } else { link.outgoing() };
+        // A server that does not answer may accept no bytes, so no sending time is added.
+        let queued = if link.is_unresponsive { 0 } else { link.outgoing() };
         let sending_ms = ((queued + bytes.len()) / BYTES_PER_MS) as u64;
         let ends = end + Duration::from_millis(sending_ms);
         let forwarded = Forwarded { number: self.next_number, ends };
@@ -203,16 +205,17 @@ impl Links {
         Some(forwarded)
     }
 
-    /// A server can be reached, or cannot, or has ended. Returns the frames that end by that.
+    /// Sets the connection of a link, or drops the link if `socket` is `None`. Returns the frames
+    /// that end by that.
     pub fn connected(&mut self, server: u16, socket: Option<PeerSocket>) -> Vec<(u64, Waiter, FrameEnd)> {
         let mut ends = Vec::new();
         let Some(link) = self.links.get_mut(&server) else { return ends };
         match socket {
             Some(socket) if link.stream.is_none() => {
-                (link.connects, link.is_silent) = (false, false);
+                (link.connects, link.is_unresponsive) = (false, false);
                 link.stream = Some(socket.into_stream());
             }
-            // Another one was made meanwhile.
+            // Another connection was made meanwhile.
             Some(_) => {}
             None => link.lose(|number, waiter, end| ends.push((number, waiter, end))),
         }
@@ -224,13 +227,13 @@ impl Links {
         self.links.get(&server).and_then(|link| link.stream.as_ref()).map(AsFd::as_fd)
     }
 
-    /// Whether frames are not answered yet.
+    /// Whether any frame was not answered yet.
     pub fn has_flights(&self) -> bool {
         self.links.values().any(|link| !link.flights.is_empty())
     }
 
-    /// Receives from a server, or sends what it did not take before. Calls `end` for each frame
-    /// that has ended.
+    /// Receives from a server, and sends bytes that the socket did not accept before. Calls `end`
+    /// for each frame that has ended.
     pub fn on_event(&mut self, server: u16, now: Instant, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
         let Some(link) = self.links.get_mut(&server) else { return };
         let Some(stream) = &mut link.stream else { return };
@@ -239,14 +242,14 @@ impl Links {
         let received = stream.receive(&mut link.input);
         let is_ended = stream.is_ended;
         if received > 0 {
-            (link.heard, link.is_silent) = (Some(now), false);
+            (link.last_received, link.is_unresponsive) = (Some(now), false);
         }
         if !link.read_answers(now, &mut end) || is_ended {
             link.lose(end);
         }
     }
 
-    /// Ends the frames whose time is over. Calls `end` for each of them.
+    /// Ends the frames whose time has passed. Calls `end` for each of them.
     pub fn expire(&mut self, now: Instant, mut end: impl FnMut(u64, Waiter, FrameEnd)) {
         self.links.values_mut().for_each(|link| link.expire(now, self.timeout, &mut end));
     }

@@ -16,17 +16,17 @@ pub struct Parts {
     /// The request.
     pub scatter: Scatter,
     ends: Vec<Option<PartEnd>>,
-    /// The frames that are not yet answered.
+    /// The frames that were not answered yet.
     frames: Vec<PartsFrame>,
-    /// Partitions of which a server has said where they are.
+    /// Partitions that have moved, with the places that servers have answered.
     moved: Vec<(usize, Place)>,
-    /// Parts that have waited for items of the pool.
+    /// Indices of parts that have waited for items of the pool.
     fetching: Vec<usize>,
-    /// Parts for whose partitions their server may not answer at present.
+    /// Indices of parts for whose partitions their server may not answer at present.
     unavailable: Vec<usize>,
-    /// The time until which parts may take effect that were lost with a connection.
+    /// The time until which parts that were lost with a connection may take effect.
     effective_until: Option<Instant>,
-    /// A server calls a part malformed, which this one does not understand.
+    /// Whether a server has rejected a part as malformed although this one has accepted it.
     pub is_malformed: bool,
 }
 
@@ -48,7 +48,7 @@ struct PartsFrame {
 }
 
 impl Parts {
-    /// The parts of a request, of which none is done.
+    /// The parts of a request, none of which has ended.
     pub fn new(scatter: Scatter) -> Self {
         Self {
             ends: vec![None; scatter.entries.len()],
@@ -62,18 +62,18 @@ impl Parts {
         }
     }
 
-    /// Whether other servers are to answer.
+    /// Whether answers of other servers are pending.
     pub fn is_awaiting(&self) -> bool {
         !self.frames.is_empty()
     }
 
     /// Whether all parts have ended, and none can take effect any more.
     pub fn is_done(&self, now: Instant) -> bool {
-        let is_settled = self.effective_until.is_none_or(|until| now >= until);
-        is_settled && self.frames.is_empty() && self.ends.iter().all(Option::is_some)
+        let is_final = self.effective_until.is_none_or(|until| now >= until);
+        is_final && self.frames.is_empty() && self.ends.iter().all(Option::is_some)
     }
 
-    /// The replies to the parts. One that was not served has this.
+    /// The replies to the parts; a part that was not served gets `unserved`.
     pub fn replies(&self, unserved: &[u8]) -> Vec<Vec<u8>> {
         let reply = |end: &Option<PartEnd>| match end {
             Some(PartEnd::Served(reply)) => reply.clone(),
@@ -82,21 +82,21 @@ impl Parts {
         self.ends.iter().map(reply).collect()
     }
 
-    /// How many parts were not served.
+    /// The number of parts that were not served.
     pub fn unserved(&self) -> usize {
         self.ends.iter().filter(|end| **end == Some(PartEnd::Unserved)).count()
     }
 
-    /// Ends the parts that are not done without their servers.
-    pub fn give_up(&mut self) {
+    /// Ends all pending parts as not served.
+    pub fn end_pending(&mut self) {
         for end in &mut self.ends {
             end.get_or_insert(PartEnd::Unserved);
         }
     }
 
-    /// Does what can be done here, and has other servers do the rest until `end`. Parts that would
-    /// wait for a partition end if `at_once`.
-    pub fn dispatch(&mut self, turn: &mut ConnectionTurn<'_, '_>, end: Instant, at_once: bool) {
+    /// Executes the parts of this server's partitions, and forwards the others until `end`. If
+    /// `fail_fast`, parts that would wait for a partition end as not served.
+    pub fn dispatch(&mut self, turn: &mut ConnectionTurn<'_, '_>, end: Instant, fail_fast: bool) {
         self.moved.drain(..).for_each(|(partition, place)| turn.context.learn(partition, place));
         let unavailable = std::mem::take(&mut self.unavailable);
         let mut groups: Vec<(u16, Vec<usize>)> = Vec::new();
@@ -107,15 +107,15 @@ impl Parts {
             let would_wait = match turn.context.access.presence(self.scatter.entries[at].partition) {
                 Presence::Here => !self.execute(at, turn.context),
                 Presence::Elsewhere(place) => {
-                    let would_wait = unavailable.contains(&at) || turn.links.is_silent(place.server);
-                    if !(at_once && would_wait) {
+                    let would_wait = unavailable.contains(&at) || turn.links.is_unresponsive(place.server);
+                    if !(fail_fast && would_wait) {
                         add_to_group(&mut groups, place.server, at);
                     }
                     would_wait
                 }
                 Presence::Leaving | Presence::Unknown => true,
             };
-            if at_once && would_wait {
+            if fail_fast && would_wait {
                 self.ends[at] = Some(PartEnd::Unserved);
             }
         }
@@ -124,13 +124,13 @@ impl Parts {
                 .iter()
                 .map(|at| (self.scatter.entries[*at].partition, self.scatter.entries[*at].task()))
                 .collect();
-            if let Some(sent) = turn.links.forward(server, turn.waiter, &entries, end, !at_once) {
+            if let Some(sent) = turn.links.forward(server, turn.waiter, &entries, end, !fail_fast) {
                 self.frames.push(PartsFrame { number: sent.number, ends: sent.ends, parts });
             }
         }
     }
 
-    /// Does a part here. Returns false if the partition is not here any more.
+    /// Executes a part. Returns false if the partition is not on this server any more.
     fn execute(&mut self, at: usize, context: &Context<'_>) -> bool {
         let entry = &self.scatter.entries[at];
         let mut reply = Replies::new(Vec::new());
@@ -169,7 +169,7 @@ impl Parts {
             }
             FrameEnd::NotSent => {}
             FrameEnd::Expired => self.end_unserved(&frame.parts),
-            // What only reads is sent again.
+            // Parts that only read are sent again.
             FrameEnd::Lost if frame.parts.iter().all(|at| is_read(self.scatter.entries[*at].task())) => {}
             FrameEnd::Lost => {
                 self.effective_until = self.effective_until.max(Some(frame.ends));

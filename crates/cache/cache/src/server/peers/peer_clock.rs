@@ -1,39 +1,40 @@
-//! The clock of another server, as far as its answers show it.
+//! An estimate of another server's clock, from the times in its answers.
 //!
 //! A request that has ended without an answer must not take effect later: a newer change may have
-//! been acknowledged by then. So a frame has a time of the *receiver's* clock until which it may be
-//! served, and the sender ends the request after that. Each answer has the receiver's time.
+//! been acknowledged by then. So a frame has the time until which it may be served, by the
+//! *receiver's* clock, and the sender ends the request after that time. Each answer has the
+//! receiver's time.
 //!
-//! A time in an answer is at most as late as the arrival of the answer. If the receiver's clock is
-//! at that time and a duration, then the sender's is at most at the arrival and the same duration,
-//! if both run equally fast. So a frame is never served after the sender has ended its requests,
-//! however long it or the answer was on its way. At worst the receiver serves it for a shorter
-//! time.
+//! The receiver's clock has shown the time in an answer before the answer arrived. If both clocks
+//! run equally fast, the receiver's clock has therefore passed that time plus `d` when the sender's
+//! clock is at the arrival plus `d`. So a frame is never served after the sender has ended its
+//! requests, whatever the delay of the frame or of the answer. A delay only shortens the time for
+//! which the receiver serves the frame.
 
 use std::time::{Duration, Instant};
 
-/// The clocks of two machines differ in their rate by less than one tenth: a clock that was wrong
-/// is set right at up to such a rate. The leases of servers have the same margin.
-const DRIFT_PARTS: u32 = 10;
+/// The rates of two machines' clocks differ by less than 1/`DRIFT_DIVISOR`: a wrong clock is
+/// corrected at up to such a rate. The leases of servers have the same margin.
+const DRIFT_DIVISOR: u32 = 10;
 
-/// An estimate of the clock of another server.
+/// An estimate of another server's clock.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct PeerClock {
-    /// The best time in an answer, and when the answer arrived.
+    /// The best time in an answer, and the time at which the answer arrived.
     sample: Option<(u64, Instant)>,
 }
 
 impl PeerClock {
-    /// Notes the time in an answer that has arrived.
+    /// Notes the time in an answer that was received.
     pub fn note(&mut self, clock_us: u64, arrived: Instant) {
-        // An answer that was long on its way shows less than an older one.
+        // An answer with a long delay gives a lower bound than an older one.
         if clock_us > self.at_least(arrived) {
             self.sample = Some((clock_us, arrived));
         }
     }
 
-    /// A time that the other server's clock has at the latest when the own one is at `end`, seen
-    /// from `now`. 0 if nothing is known of the clock.
+    /// A time that the other server's clock will have passed when this server's clock is at `end`,
+    /// as known at `now`. 0 if no answer was received.
     pub fn serve_until(&self, end: Instant, now: Instant) -> u64 {
         if self.sample.is_none() {
             return 0;
@@ -41,16 +42,16 @@ impl PeerClock {
         self.at_least(now).saturating_add(us(at_least(end.saturating_duration_since(now))))
     }
 
-    /// A time that the other server's clock has passed `now`.
+    /// A time that the other server's clock has passed at `now`.
     fn at_least(&self, now: Instant) -> u64 {
         let Some((clock_us, arrived)) = self.sample else { return 0 };
         clock_us.saturating_add(us(at_least(now.saturating_duration_since(arrived))))
     }
 }
 
-/// The time that passes at the other server at least, while this time passes here.
+/// The least time that passes at the other server while `passed` passes on this one.
 fn at_least(passed: Duration) -> Duration {
-    passed - passed / DRIFT_PARTS
+    passed - passed / DRIFT_DIVISOR
 }
 
 fn us(duration: Duration) -> u64 {
@@ -70,14 +71,14 @@ mod tests {
         assert_eq!(clock.serve_until(now + 100 * MS, now), 0);
     }
 
-    /// The other clock is `AHEAD_US` before the own one.
+    /// The other clock is ahead by `AHEAD_US`.
     #[test]
     fn a_frame_is_not_served_after_its_end() {
         const AHEAD_US: u64 = 5_000_000_000;
         let start = Instant::now();
         let true_us = |at: Instant| AHEAD_US + us(at - start);
         let mut clock = PeerClock::default();
-        // Answers that were on their way for these times.
+        // Answers with these delays.
         for (at_ms, delay_ms) in [(1000, 1), (1010, 300), (1500, 2), (1600, 90), (9000, 5)] {
             let (at, delay) = (start + at_ms * MS, delay_ms * MS);
             clock.note(true_us(at - delay), at);
@@ -86,9 +87,9 @@ mod tests {
                 for wait_ms in [0, 40, 100] {
                     let end = now + wait_ms * MS;
                     assert!(clock.serve_until(end, now) <= true_us(end));
-                    // The best answer counts, less what the clocks may have drifted.
+                    // The best answer counts, less the drift of the clocks.
                     let lost_us = true_us(end) - clock.serve_until(end, now);
-                    assert!(lost_us <= us(30 * MS + age_ms * MS / DRIFT_PARTS), "{lost_us} at {at_ms}");
+                    assert!(lost_us <= us(30 * MS + age_ms * MS / DRIFT_DIVISOR), "{lost_us} at {at_ms}");
                 }
             }
         }

@@ -15,34 +15,35 @@ use crate::store::presence::Presence;
 pub struct PeerConnection {
     /// The socket.
     pub stream: Stream,
-    /// Bytes that have arrived, except during a turn.
+    /// The received bytes, except during a turn.
     pub input: Vec<u8>,
-    /// Frames that wait for a partition that is about to leave or to come.
+    /// Frames that wait for a partition that is about to leave or to arrive, for an item of the
+    /// pool, or for room.
     waiting: Vec<WaitingFrame>,
-    /// The connection is one of those that are served in this turn.
+    /// Whether the connection is queued for the next turn.
     pub is_ready: bool,
     /// Whether the connection waits to send, not to receive.
     pub waits_to_send: bool,
-    /// The other server does not keep to the protocol.
+    /// Whether the other server has violated the protocol.
     is_malformed: bool,
 }
 
-/// A frame of which some entries are done.
+/// A frame of which `done` entries were executed.
 #[derive(Debug)]
 struct WaitingFrame {
     bytes: Vec<u8>,
     lens: Vec<u32>,
     done: usize,
     replies: Vec<u8>,
-    /// The first entry that is not done waits for an item of the pool, or for room.
+    /// Whether the next entry waits for an item of the pool, or for room.
     fetches: bool,
 }
 
-/// How far a frame was served.
+/// The progress of a frame.
 enum Progress {
-    /// The frame is to be answered.
+    /// The frame must be answered.
     Ends(AnswerEnd),
-    /// The frame waits: for a partition, or for an item of the pool or room.
+    /// The frame waits: for an item of the pool or for room if `fetches`, else for a partition.
     Waits { fetches: bool },
 }
 
@@ -65,23 +66,23 @@ impl PeerConnection {
         }
     }
 
-    /// Receives what has arrived; returns how many bytes.
+    /// Receives bytes from the socket; returns their number.
     pub fn receive(&mut self) -> u64 {
         self.input.reserve(frame::LINK_INPUT_BYTES);
         self.stream.receive(&mut self.input)
     }
 
-    /// Whether frames wait for a partition.
+    /// Whether any frame waits.
     pub fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
     /// Serves the frames in `input`, which was taken from this connection, and those that wait;
-    /// returns how many bytes of the input were used.
+    /// returns the number of used bytes of the input.
     pub fn serve<'p>(&mut self, input: &'p [u8], context: &Context<'p>, out: &mut Replies<'p>) -> usize {
         self.serve_waiting(context, out);
         let mut at = 0;
-        // What is not served now is when the replies were sent.
+        // The remaining frames are served when the replies were sent.
         while out.len() < REPLIES_MAX && !self.is_malformed {
             match frame::complete_len(&input[at..]) {
                 Ok(Some(len)) => {
@@ -113,7 +114,7 @@ impl PeerConnection {
                 out.overwrite(start, &head);
             }
             Progress::Waits { fetches } => {
-                // The frame is kept with what it was replied so far.
+                // The frame is kept with its replies so far.
                 let replies = out.bytes_since(start).split_off(head_len);
                 out.truncate(start);
                 let bytes = bytes.to_vec();
@@ -131,7 +132,7 @@ impl PeerConnection {
                 replies.extend_from_slice(part);
             }
             let end = match progress {
-                // It has waited for its partition all the time.
+                // The frame has waited for its partition during its whole time.
                 Progress::Ends(AnswerEnd::Late) if !*fetches => AnswerEnd::Unavailable,
                 Progress::Ends(end) => end,
                 Progress::Waits { fetches: now } => {
@@ -145,7 +146,7 @@ impl PeerConnection {
         });
     }
 
-    /// Whether the connection is to be closed.
+    /// Whether the connection must be closed.
     pub fn is_over(&self) -> bool {
         self.is_malformed || self.stream.is_ended
     }
@@ -156,7 +157,7 @@ impl PeerConnection {
     }
 }
 
-/// Serves a frame until its time is over: its sender has ended the requests then, and a change must
+/// Serves a frame until its time has passed: its sender ends the requests then, and a change must
 /// not follow newer ones.
 fn serve_frame<'p>(
     frame: &Frame<'p>,
@@ -177,8 +178,8 @@ fn serve_frame<'p>(
     progress
 }
 
-/// Serves entries from the first one that is not done on, which has fetched an item of the pool if
-/// `fetched`.
+/// Serves the entries that were not executed. If `fetched`, the first of them has waited for an
+/// item of the pool.
 fn serve_entries<'p>(
     frame: &Frame<'p>,
     done: &mut usize,
@@ -210,7 +211,7 @@ fn serve_entries<'p>(
                 return match context.access.presence(entry.0) {
                     Presence::Elsewhere(place) => Progress::Ends(AnswerEnd::Moved(entry.0, place)),
                     _ if boot_us() >= frame.until_us => Progress::Ends(AnswerEnd::Late),
-                    // It has come in this moment.
+                    // The partition has just arrived.
                     Presence::Here => Progress::Ends(AnswerEnd::Again),
                     Presence::Leaving | Presence::Unknown if !frame.waits => {
                         Progress::Ends(AnswerEnd::Unavailable)

@@ -1,11 +1,12 @@
-//! The state of a client's connection whose request is for a partition that is not here.
+//! The state of a client's connection whose request is for a partition that is not on this server.
 //!
 //! A connection waits for one frame at a time, or for the frames of one request that was divided.
-//! So its requests take effect and are answered in order, wherever their keys are.
+//! So its requests take effect and are answered in order, whatever the servers of their keys.
 //!
-//! A request for whose partition no server may answer ends after the time of its [`WaitPolicy`]: a
-//! read finds nothing, and a change fails. What was forwarded ends only when the frame's time is
-//! over, after which no server makes the change any more: a later one is not overwritten.
+//! If no server may answer for the partition of a request, the request ends after the time of its
+//! [`WaitPolicy`]: a read finds nothing, and a change fails. A forwarded request ends only when the
+//! frame's time has passed. No server makes its change after that, so that it does not overwrite a
+//! later change.
 
 use std::time::{Duration, Instant};
 
@@ -21,64 +22,67 @@ use crate::commands::unavailable::{UnavailableReply, error_reply};
 use crate::commands::{Context, Protocol, Replies, Session};
 use crate::store::presence::Presence;
 
-/// Bytes of requests after which no more are added to a frame.
+/// Bytes of requests above which no more requests are added to a frame.
 const FRAME_BYTES: usize = 64 << 10;
 const NO_SERVER: &str = "no server has the partition of this key at present; try again later";
-const LOST: &str = "the server of this key was lost; whether the command has taken effect is not known";
-const SILENT: &str =
+const SERVER_LOST: &str =
+    "the server of this key was lost; whether the command has taken effect is not known";
+const NO_ANSWER: &str =
     "the server of this key does not answer; whether the command has taken effect is not known";
-const PARTLY: &str = "not all servers answer at present; whether the command has taken effect is not known";
+const PARTLY_SERVED: &str =
+    "not all servers answer at present; whether the command has taken effect is not known";
 /// The reply to a part of a `get` that was not served.
 const MISS: &[u8] = b"END\r\n";
 
-/// The thing that a connection waits for.
+/// The event for which a connection waits.
 #[derive(Debug)]
 pub enum Waiting {
-    /// A server that has the partition. The request is looked at again.
+    /// A server of the partition, an item of the pool, or room. The request is retried regularly.
     Parked,
     /// The answer to requests that were forwarded.
-    Run(Run),
+    Group(RequestGroup),
     /// The parts of a request that was divided.
     Scatter(Box<Parts>),
 }
 
 /// Requests that were forwarded in one frame.
 #[derive(Debug)]
-pub struct Run {
+pub struct RequestGroup {
     /// The number of the frame.
     frame: u64,
-    /// When the time of the frame is over.
+    /// The time after which the frame may not be served any more.
     ends: Instant,
     /// Lengths of the requests.
     lens: SmallVec<[usize; 8]>,
-    /// The end of the frame, when it is known.
+    /// The end of the frame, once it is known.
     end: Option<FrameEnd>,
 }
 
 /// The next step of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Resumed {
-    /// So many bytes of the input were used; the next request can be looked at.
+    /// The number of used bytes of the input; the next request can be served.
     Used(usize),
     /// The request waits.
     Waits,
-    /// The other server calls the request malformed, which this one does not understand.
+    /// The connection must be closed: a server has rejected the request as malformed although this
+    /// one has accepted it.
     Closes,
 }
 
-/// How a connection reaches other servers during a turn.
+/// The access of a connection to other servers during a turn.
 #[derive(Debug)]
-pub struct Reach<'l> {
+pub struct PeerAccess<'l> {
     /// The links of the worker.
     pub links: &'l mut Links,
     /// The connection.
     pub waiter: Waiter,
-    /// When the turn has begun.
+    /// The time at which the turn has begun.
     pub now: Instant,
 }
 
-impl Reach<'_> {
-    /// The turn of the connection for the requests from `input` on.
+impl PeerAccess<'_> {
+    /// The turn of the connection for the requests in `input`.
     pub fn turn<'t, 'p>(
         &'t mut self,
         input: &'t [u8],
@@ -91,10 +95,10 @@ impl Reach<'_> {
     }
 }
 
-/// The parts of a connection that its requests use during one turn of its thread.
+/// The state of a connection that its requests use during one turn of its thread.
 #[derive(Debug)]
 pub struct ConnectionTurn<'t, 'p> {
-    /// The input, from the request on that is served.
+    /// The input from the served request on.
     pub input: &'t [u8],
     /// The requests and replies of the connection.
     pub session: &'t mut Session,
@@ -110,26 +114,27 @@ pub struct ConnectionTurn<'t, 'p> {
     pub replies: &'t mut Replies<'p>,
 }
 
-/// The state of a connection that has to do with requests elsewhere.
+/// The state of a connection whose requests are forwarded, or wait for a partition.
 #[derive(Debug)]
-pub struct Elsewhere {
-    /// The thing that the connection waits for.
+pub struct ForwardingState {
+    /// The event for which the connection waits.
     pub waiting: Option<Waiting>,
     policy: WaitPolicy,
 }
 
-impl Elsewhere {
-    /// The state of a connection that waits for nothing. Its requests wait for a server of their
-    /// partition until `timeout` is over.
+impl ForwardingState {
+    /// The state of a connection that does not wait. Its requests wait for a server of their
+    /// partition for at most `timeout`.
     pub fn new(timeout: Duration) -> Self {
         Self { waiting: None, policy: WaitPolicy::new(timeout) }
     }
 
-    /// Whether a frame with this number is awaited, and notes that it has ended.
+    /// Notes the end of a frame. Returns whether the connection can continue: it has waited for
+    /// this frame, and waits for no other.
     pub fn note_end(&mut self, number: u64, ended: FrameEnd) -> bool {
         match &mut self.waiting {
-            Some(Waiting::Run(run)) if run.frame == number => {
-                run.end = Some(ended);
+            Some(Waiting::Group(group)) if group.frame == number => {
+                group.end = Some(ended);
                 true
             }
             Some(Waiting::Scatter(parts)) => {
@@ -140,18 +145,18 @@ impl Elsewhere {
         }
     }
 
-    /// Goes on when what was awaited has come.
+    /// Continues the connection if the awaited event has occurred.
     pub fn resume(&mut self, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         match self.waiting.take() {
             None | Some(Waiting::Parked) => Resumed::Used(0),
-            // The client has gone, with its requests.
-            Some(Waiting::Run(run)) if run.lens.iter().sum::<usize>() > turn.input.len() => {
+            // The connection has failed, and its input was dropped.
+            Some(Waiting::Group(group)) if group.lens.iter().sum::<usize>() > turn.input.len() => {
                 Resumed::Used(turn.input.len())
             }
-            Some(Waiting::Run(mut run)) => match run.end.take() {
-                Some(end) => self.end_run(run, end, turn),
+            Some(Waiting::Group(mut group)) => match group.end.take() {
+                Some(end) => self.end_group(group, end, turn),
                 None => {
-                    self.waiting = Some(Waiting::Run(run));
+                    self.waiting = Some(Waiting::Group(group));
                     Resumed::Waits
                 }
             },
@@ -163,49 +168,55 @@ impl Elsewhere {
         }
     }
 
-    /// Notes that a request was served here.
+    /// Notes that a request was served by this server.
     #[inline]
     pub fn note_served(&mut self) {
         self.policy.note_served();
     }
 
-    /// Parks the connection until an item has come from the pool.
+    /// Parks the connection until an item was fetched from the pool.
     pub fn wait_for_fetch(&mut self) {
         self.waiting = Some(Waiting::Parked);
     }
 
-    /// Parks the connection until the partition comes or is known to be elsewhere.
+    /// Parks the connection until the partition arrives or is known to be on another server.
     fn park(&mut self, now: Instant) -> Resumed {
         self.policy.wait(now);
         self.waiting = Some(Waiting::Parked);
         Resumed::Waits
     }
 
-    /// Goes on when the frame of forwarded requests has ended.
-    fn end_run(&mut self, run: Run, end: FrameEnd, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
+    /// Replies to forwarded requests whose frame has ended, or retries or ends them.
+    fn end_group(
+        &mut self,
+        group: RequestGroup,
+        end: FrameEnd,
+        turn: &mut ConnectionTurn<'_, '_>,
+    ) -> Resumed {
         let (replies, end) = match end {
             FrameEnd::Answered(replies, end) => (replies, end),
-            // The server may be gone: wait until another one has the partition.
+            // The server may have ended: wait until another one has the partition.
             FrameEnd::NotSent => return self.park(turn.now),
             FrameEnd::Lost
-                if requests(turn.input, &run.lens).all(|one| is_repeatable(turn.session.protocol(), one)) =>
+                if requests(turn.input, &group.lens)
+                    .all(|one| is_repeatable(turn.session.protocol(), one)) =>
             {
                 return Resumed::Used(0);
             }
-            FrameEnd::Lost if turn.now < run.ends => {
-                self.waiting = Some(Waiting::Run(Run { end: Some(end), ..run }));
+            FrameEnd::Lost if turn.now < group.ends => {
+                self.waiting = Some(Waiting::Group(RequestGroup { end: Some(end), ..group }));
                 return Resumed::Waits;
             }
-            FrameEnd::Lost => return self.end_unserved(&run.lens, LOST, turn),
+            FrameEnd::Lost => return self.end_unserved(&group.lens, SERVER_LOST, turn),
             FrameEnd::Expired => {
-                return self.end_unserved(&run.lens, SILENT, turn);
+                return self.end_unserved(&group.lens, NO_ANSWER, turn);
             }
         };
         if let AnswerEnd::Moved(partition, place) = end {
             turn.context.learn(partition, place);
         }
-        replies.iter().take(run.lens.len()).for_each(|reply| turn.replies.push(reply));
-        let used: usize = run.lens.iter().take(replies.len()).sum();
+        replies.iter().take(group.lens.len()).for_each(|reply| turn.replies.push(reply));
+        let used: usize = group.lens.iter().take(replies.len()).sum();
         if used > 0 {
             self.policy.note_served();
             turn.session.skip();
@@ -213,14 +224,14 @@ impl Elsewhere {
         match end {
             AnswerEnd::Malformed => Resumed::Closes,
             AnswerEnd::Unavailable if used == 0 && self.policy.is_over(turn.now) => {
-                self.end_unserved(&run.lens[..1], NO_SERVER, turn)
+                self.end_unserved(&group.lens[..1], NO_SERVER, turn)
             }
             AnswerEnd::Unavailable if used == 0 => self.park(turn.now),
             _ => Resumed::Used(used),
         }
     }
 
-    /// Ends requests of these lengths that were not served. Errors have this text.
+    /// Ends requests of these lengths that were not served. Error replies have this text.
     fn end_unserved(&mut self, lens: &[usize], text: &str, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         let counters = turn.context.access.counters;
         for request in requests(turn.input, lens) {
@@ -236,39 +247,39 @@ impl Elsewhere {
         Resumed::Used(lens.iter().sum())
     }
 
-    /// Forwards the request of `len` bytes at the start of the input, and usual ones after it that
-    /// are for the same server.
+    /// Forwards the request of `len` bytes at the start of the input, and the simple requests after
+    /// it that are for the same server.
     pub fn forward(
         &mut self,
         (partition, len): (usize, usize),
         turn: &mut ConnectionTurn<'_, '_>,
     ) -> Resumed {
         let place = match turn.context.access.presence(partition) {
-            // It has come in this moment.
+            // The partition has just arrived.
             Presence::Here => return Resumed::Used(0),
             Presence::Elsewhere(place) => Some(place),
             Presence::Leaving | Presence::Unknown => None,
         };
-        let would_wait = place.is_none_or(|place| turn.links.is_silent(place.server));
-        let at_once = self.policy.ends_at_once(turn.now);
-        if self.policy.has_waited(turn.now) || at_once && would_wait {
+        let would_wait = place.is_none_or(|place| turn.links.is_unresponsive(place.server));
+        let fail_fast = self.policy.fails_fast(turn.now);
+        if self.policy.has_waited(turn.now) || fail_fast && would_wait {
             return self.end_unserved(&[len], NO_SERVER, turn);
         }
         let Some(place) = place else { return self.park(turn.now) };
         let end = self.policy.wait(turn.now);
         let (entries, lens) =
-            collect_run((partition, len), place.server, turn.input, turn.session.protocol(), turn.context);
-        match turn.links.forward(place.server, turn.waiter, &entries, end, !at_once) {
+            collect_group((partition, len), place.server, turn.input, turn.session.protocol(), turn.context);
+        match turn.links.forward(place.server, turn.waiter, &entries, end, !fail_fast) {
             Some(sent) => {
-                let run = Run { frame: sent.number, ends: sent.ends, lens, end: None };
-                self.waiting = Some(Waiting::Run(run));
+                let group = RequestGroup { frame: sent.number, ends: sent.ends, lens, end: None };
+                self.waiting = Some(Waiting::Group(group));
                 Resumed::Waits
             }
             None => self.park(turn.now),
         }
     }
 
-    /// Begins with a request that was divided.
+    /// Serves a request that was divided.
     pub fn scatter(&mut self, scatter: Scatter, turn: &mut ConnectionTurn<'_, '_>) -> Resumed {
         self.resume_parts(Parts::new(scatter), turn)
     }
@@ -278,10 +289,10 @@ impl Elsewhere {
             return Resumed::Closes;
         }
         if self.policy.has_waited(turn.now) {
-            parts.give_up();
+            parts.end_pending();
         } else {
-            let at_once = self.policy.ends_at_once(turn.now);
-            parts.dispatch(turn, self.policy.wait(turn.now), at_once);
+            let fail_fast = self.policy.fails_fast(turn.now);
+            parts.dispatch(turn, self.policy.wait(turn.now), fail_fast);
         }
         if !parts.is_done(turn.now) {
             self.waiting = Some(Waiting::Scatter(Box::new(parts)));
@@ -296,20 +307,20 @@ impl Elsewhere {
         if unserved > 0 && !parts.scatter.is_get() {
             turn.context.access.counters.partition_errors.add(1);
             let request = &turn.input[..parts.scatter.used().min(turn.input.len())];
-            let error = error_reply(turn.session.protocol(), request, PARTLY);
+            let error = error_reply(turn.session.protocol(), request, PARTLY_SERVED);
             return Resumed::Used(turn.session.fail(&parts.scatter, &error, turn.replies));
         }
         turn.context.access.counters.partition_misses.add(unserved);
         Resumed::Used(turn.session.gather(&parts.scatter, &parts.replies(MISS), turn.replies))
     }
 
-    /// Whether the connection waits for something of which nothing is said when it comes: a
-    /// partition, or the end of a time.
-    pub fn must_look_again(&self) -> bool {
+    /// Whether the connection must be retried at intervals: no event announces a partition that
+    /// arrives, or the end of a time.
+    pub fn must_retry(&self) -> bool {
         match &self.waiting {
             Some(Waiting::Parked) => true,
             Some(Waiting::Scatter(parts)) => !parts.is_awaiting(),
-            Some(Waiting::Run(run)) => run.end.is_some(),
+            Some(Waiting::Group(group)) => group.end.is_some(),
             None => false,
         }
     }
@@ -324,9 +335,9 @@ fn requests<'i>(input: &'i [u8], lens: &[usize]) -> impl Iterator<Item = &'i [u8
     })
 }
 
-/// The request of `len` bytes at the start of the input, and usual ones after it that are for the
-/// same server; and their lengths.
-fn collect_run<'i>(
+/// Collects the request of `len` bytes at the start of the input, and the simple requests after it
+/// that are for the same server. Returns the entries of a frame, and the lengths of the requests.
+fn collect_group<'i>(
     (partition, len): (usize, usize),
     server: u16,
     input: &'i [u8],

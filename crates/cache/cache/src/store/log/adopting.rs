@@ -1,4 +1,4 @@
-//! The log in memory that another store has filled, and what another store is to find.
+//! Adoption of a log in memory that another store has filled, and preparation for the next store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,18 +12,18 @@ use super::super::runs::{RunEntry, RunState, SharedMemory};
 use super::super::slot::RUN_BYTES;
 use super::{Log, RetiredUse};
 
-/// The memory of a partition has a table that no store has written.
+/// The table of runs in the memory of a partition is inconsistent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Damaged;
 
-/// Which store has filled memory that is adopted.
+/// The store that has filled adopted memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Origin {
-    /// An earlier one of this server.
+    /// An earlier store of this server.
     Restart,
-    /// One of another server, whose next sequence was this one.
+    /// The store of another server.
     Move {
-        /// The next sequence.
+        /// The next sequence of the other store.
         sequence_end: u64,
         /// The end of the runs in use.
         runs_end: u32,
@@ -31,7 +31,7 @@ pub enum Origin {
 }
 
 impl Log {
-    /// The log in memory that another store has filled.
+    /// Adopts the log in memory that another store has filled.
     ///
     /// # Errors
     /// If the table of runs is damaged. Nothing is charged then.
@@ -45,7 +45,7 @@ impl Log {
     ) -> Result<Self, Damaged> {
         let shift = match origin {
             Origin::Restart => 0,
-            // What was written last elsewhere is taken for as young as what was written last here.
+            // The newest run of the other server becomes as new as the newest run of this store.
             Origin::Move { sequence_end, .. } => {
                 shared.sequence.load(Ordering::Relaxed).wrapping_sub(sequence_end)
             }
@@ -53,7 +53,7 @@ impl Log {
         let mut log = Self::new(number, Arc::clone(&memory), layout, cas);
         let runs_end = match origin {
             Origin::Restart => u32::try_from(layout.runs).map_err(|_| Damaged)?,
-            // The rest of the table was never written, and would have memory if it was read.
+            // The remainder of the table was never written, and reading it would allocate memory.
             Origin::Move { runs_end, .. } => runs_end,
         };
         let mut used = Vec::new();
@@ -62,7 +62,7 @@ impl Log {
             let entry = RunEntry::new(&memory, &layout, run);
             if entry.state() == RunState::Free {
                 if origin != Origin::Restart {
-                    // The pages that the source had for it were not copied.
+                    // The pages that the source had for the run were not copied.
                     entry.set_charged(0);
                 }
                 run += 1;
@@ -93,7 +93,7 @@ impl Log {
             last_sequence = last_sequence.max(sequence);
             entry.set_sequence(sequence);
             if origin != Origin::Restart {
-                // Only what is filled was copied.
+                // Only the filled bytes were copied.
                 entry.set_charged(fill.next_multiple_of(PAGE_BYTES));
             }
             shared.budget.charge_always(entry.charged() as u64);
@@ -110,8 +110,8 @@ impl Log {
         Ok(log)
     }
 
-    /// Returns the charges of all runs. No thread may see the partition any more, and the log is
-    /// not to be used again.
+    /// Returns the charges of all runs to the budget. No thread may use the partition any more, and
+    /// the log must not be used again.
     pub fn release_all(&mut self, shared: &Shared) {
         for run in self.queues.iter().flat_map(BTreeMap::values) {
             let entry = RunEntry::new(&self.memory, &self.layout, *run);
@@ -124,7 +124,7 @@ impl Log {
         for retired in self.retired.drain(..) {
             let entry = RunEntry::new(&self.memory, &self.layout, retired.run);
             let charged = entry.charged() as u64;
-            // A run that left for the pool and is not needed there any more is retired twice.
+            // A run that was moved to the pool and then freed there is retired twice.
             entry.set_charged(0);
             if retired.then == RetiredUse::Spare {
                 shared.budget.free(charged);
@@ -135,7 +135,7 @@ impl Log {
         self.release_overflow(shared);
     }
 
-    /// Bytes of the budget that runs in use have.
+    /// Bytes of the budget that are charged for runs in use.
     pub fn charged(&self) -> u64 {
         self.queues.iter().flat_map(BTreeMap::values).map(|run| self.entry(*run).charged() as u64).sum()
     }
@@ -146,7 +146,7 @@ impl Log {
         ends.max().unwrap_or(1)
     }
 
-    /// Seals all runs, and returns the memory of free ones to the system. No thread may have pinned
+    /// Seals all runs, and returns the memory of free runs to the system. No thread may have pinned
     /// an epoch.
     pub fn complete(&mut self, shared: &Shared) {
         self.seal_all(shared);

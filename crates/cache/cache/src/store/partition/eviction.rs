@@ -1,4 +1,4 @@
-//! What leaves a partition: items that are evicted or have expired, and runs that are cleaned.
+//! Eviction and expiry of the items of a partition, and cleaning of its runs.
 
 use smallvec::SmallVec;
 
@@ -11,22 +11,22 @@ use super::super::slot::Slot;
 use super::run_items::RunItem;
 use super::{Absent, Inner, Partition};
 
-/// Items that the eviction moves keep the second in which they were stored as exactly as this.
+/// Largest error, in seconds, of the stored second of an item that the eviction moves.
 const MOVED_TOLERANCE_S: u32 = 60;
-/// Items of a run whose buckets are loaded side by side.
+/// Items of a run whose buckets are prefetched together.
 const ITEMS_AHEAD: usize = 16;
 
 impl Partition {
-    /// Evicts the oldest run of a queue: keeps the items that were read, as the newest ones of the
+    /// Evicts the oldest run of a queue: moves the items that were read to the newest run of the
     /// main queue, and removes the others. Returns whether there was a run.
     ///
     /// If `keeps_pages`, the memory stays with this partition.
     pub fn evict(&self, shared: &Shared, queue: Queue, now_s: u32, keeps_pages: bool) -> bool {
         let Some(mut inner) = self.lock_here() else { return false };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         inner.log.collect(shared);
         let Some(run) = inner.log.pop_oldest(shared, queue) else {
-            // What was published was that of a run which is gone since.
+            // The published sequence was that of a run that has been freed since.
             self.publish_oldest(&mut inner);
             return false;
         };
@@ -35,9 +35,8 @@ impl Partition {
         true
     }
 
-    /// Chooses an item that makes room for a key in a full chain of the index: one that cannot be
-    /// read any more, or the one that was read least and is oldest. `None` if it must not be
-    /// evicted.
+    /// Chooses an item to evict for a key from a full chain of the index: an item that cannot be
+    /// read any more, or the oldest of those that were read least. `None` if none may be evicted.
     #[cold]
     pub(super) fn evict_beside(&self, shared: &Shared, hash: u64, now_s: u32) -> Option<Found> {
         let mut coldest = None;
@@ -61,11 +60,11 @@ impl Partition {
         Some(found)
     }
 
-    /// Cleans a run of which little is in use, if there is one: appends what is in use to a run in
-    /// its place. Returns whether there was one.
+    /// Cleans a run with many unused bytes, if there is one: appends its items to a run that
+    /// replaces it. Returns whether there was one.
     pub fn clean(&self, shared: &Shared, now_s: u32, keeps_pages: bool) -> bool {
         let Some(mut inner) = self.lock_here() else { return false };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         let Some((queue, sequence, run)) = inner.log.pop_cleanable(shared) else { return false };
         let target = Target::Cleaned(queue, sequence);
         self.move_items(shared, &mut inner, run, now_s, |found, _| Some((target, found.slot)));
@@ -74,7 +73,7 @@ impl Partition {
         true
     }
 
-    /// Cleans a run if much of the partition's memory is not in use.
+    /// Cleans a run if most of the partition's log is unused.
     pub fn clean_unused(&self, shared: &Shared, now_s: u32) {
         let is_wanted = self.lock_here().is_some_and(|inner| inner.log.is_mostly_unused());
         if is_wanted {
@@ -102,7 +101,7 @@ impl Partition {
         inner.log.retire(shared, run, keeps_pages);
     }
 
-    /// Makes a long run the newest one if its item was read; returns whether it was.
+    /// Makes a long run the newest of the main queue if its item was read; returns whether it was.
     fn keeps_long(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> bool {
         let Some(RunItem { location, hash, .. }) = self.run_items(shared, run).next() else { return false };
         let Some(found) = self.index.search_locked(hash, |other| other == location) else { return false };
@@ -114,8 +113,8 @@ impl Partition {
         is_kept
     }
 
-    /// Goes through the items of a run that are in the index. Removes those that cannot be read,
-    /// and those for which `choose` says so; appends the others where it says.
+    /// Moves the items of a run that are in the index to the target that `choose` returns. Removes
+    /// those that cannot be read, and those for which `choose` returns `None`.
     fn move_items(
         &self,
         shared: &Shared,
@@ -173,11 +172,11 @@ impl Partition {
         }
     }
 
-    /// Removes items that have expired or were flushed, at most this many runs; frees what can be
-    /// freed.
+    /// Removes the items of at most `runs_max` runs that have expired or were flushed, and frees
+    /// retired memory.
     pub fn expire(&self, shared: &Shared, now_s: u32, runs_max: usize) {
         let Some(mut inner) = self.lock_here() else { return };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         inner.log.collect(shared);
         inner.log.seal_old(shared, now_s);
         for _ in 0..runs_max {
@@ -185,8 +184,8 @@ impl Partition {
                 self.evict_run(shared, &mut inner, run, now_s, false);
                 continue;
             }
-            if let Some(run) = inner.log.useless_away(now_s) {
-                self.drop_away(shared, &mut inner, run);
+            if let Some(run) = inner.log.unreadable_remote(now_s) {
+                self.drop_remote(shared, &mut inner, run);
                 continue;
             }
             let flushed = Queue::ALL.into_iter().find(|queue| {

@@ -1,4 +1,4 @@
-//! A partition whose memory outlives the store: completed by one, and adopted by a later one.
+//! A partition whose memory outlives the store: a store completes it, and a later store adopts it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,21 +18,21 @@ impl Partition {
     /// partition any more.
     pub fn complete(&self, shared: &Shared, identity: &Identity, now_s: u32, unix_s: i64) {
         let mut inner = self.log.lock();
-        // Nothing is evicted, cleaned or freed from now on.
+        // From here on nothing is evicted, cleaned or freed.
         self.begin_leaving();
-        self.drop_all_away(shared, &mut inner);
+        self.drop_all_remote(shared, &mut inner);
         inner.log.complete(shared);
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         let completed = Completed { cas: inner.log.cas, items: inner.items, now_s, unix_s };
         completed.write(&self.memory, identity);
     }
 
-    /// The partition in memory that another store has completed, if that was a store with the same
-    /// options and if the memory is not damaged. Otherwise an empty partition in the same memory,
-    /// whose cas numbers begin after `cas`.
+    /// Adopts the memory of a partition that a store with the same options has completed. If the
+    /// memory is not complete, returns an empty partition in it, whose cas numbers begin after
+    /// `cas`.
     ///
     /// # Errors
-    /// If the memory cannot be emptied.
+    /// If the memory is damaged, or cannot be cleared.
     pub fn adopt(
         shared: &Shared,
         memory: Memory,
@@ -50,8 +50,8 @@ impl Partition {
         Ok((Self { has_pool, ..Self::with_log(number, memory, layout, log, 0) }, None))
     }
 
-    /// The partition in memory that another store has completed; `None`, and nothing is changed, if
-    /// that was a store with other options, or the memory is not complete.
+    /// Adopts the memory of a partition that another store has completed. Returns `None`, and
+    /// changes nothing, if that store had other options, or if the memory is not complete.
     ///
     /// # Errors
     /// If the memory is damaged.
@@ -75,8 +75,9 @@ impl Partition {
         Ok(Some((partition, completed)))
     }
 
-    /// The partition in memory that an earlier store with the same options has completed. Its
-    /// seconds go on, while the clock of this store shows `now_s`, which is `unix_s` since 1970.
+    /// Adopts the memory of a partition that an earlier store with the same options has completed.
+    /// The partition's seconds continue. The clock of this store shows `now_s`, and the time since
+    /// 1970 is `unix_s`.
     ///
     /// # Errors
     /// If the memory is not that of this partition, not complete, or damaged.
@@ -92,24 +93,24 @@ impl Partition {
         let seals = rustix::fs::fcntl_get_seals(&memory)?;
         let len = u64::try_from(rustix::fs::fstat(&memory)?.st_size).unwrap_or(0);
         if !seals.contains(SealFlags::SHRINK) || len != bytes as u64 {
-            return Err(io::Error::other("it has another size, as with other options"));
+            return Err(io::Error::other("the memory has the size of a server with other options"));
         }
         let memory = Arc::new(Memory::map(Arc::new(memory), 0, bytes)?);
         let Some((partition, completed)) = Self::adopt_completed(shared, &memory, identity, has_pool)? else {
-            return Err(io::Error::other("it is not complete, or that of a server with other options"));
+            return Err(io::Error::other("the memory is not complete, or is of a server with other options"));
         };
         if shared.budget.used() > shared.budget.limit() {
             partition.forget(shared, Presence::Unknown)?;
-            return Err(io::Error::other("it has no room in the memory of this server"));
+            return Err(io::Error::other("the memory exceeds the limit of this server"));
         }
         let Completed { now_s: second, unix_s: then_s, .. } = completed;
-        // The time in between has passed for items, too, unless the system's clock was set back.
+        // The time since then has passed for items, too, unless the system's clock was set back.
         let second = i64::from(second).saturating_add(unix_s.saturating_sub(then_s).max(0));
-        partition.shift.set(i32::try_from(second - i64::from(now_s)).unwrap_or(i32::MAX));
+        partition.clock_offset.set(i32::try_from(second - i64::from(now_s)).unwrap_or(i32::MAX));
         Ok(partition)
     }
 
-    /// Items.
+    /// The number of items.
     pub fn items(&self) -> u64 {
         self.log.lock().items
     }

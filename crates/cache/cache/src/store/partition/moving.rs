@@ -1,4 +1,4 @@
-//! How a partition leaves a server and comes to another one.
+//! Departure of a partition from a server, and arrival at another one.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,18 +15,18 @@ use super::super::presence::{Place, Presence};
 use super::super::runs::{RunEntry, RunState};
 use super::{Inner, NO_SEQUENCE, Partition};
 
-/// What a partition has beside its memory, when no thread uses it any more.
+/// The state of a partition outside its memory, when no thread uses it any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Departure {
     /// The last cas number.
     pub cas: u64,
-    /// Items.
+    /// The number of items.
     pub items: u64,
-    /// The sequence that the server would give to its next run.
+    /// The sequence of the next run that the server would open.
     pub sequence_end: u64,
     /// The current second of the partition.
     pub second: u32,
-    /// In how many seconds all items are to be flushed, if they are.
+    /// Seconds until the scheduled flush of all items, if there is one.
     pub flush_in_s: Option<u32>,
     /// The end of the runs in use.
     pub runs_end: u32,
@@ -40,30 +40,30 @@ impl Partition {
         self.number
     }
 
-    /// Where the partition is.
+    /// The server of the partition, as this server knows it.
     #[inline]
     pub fn presence(&self) -> Presence {
         self.presence.get()
     }
 
-    /// Whether requests are served here.
+    /// Whether this server serves the partition.
     #[inline]
     pub fn is_here(&self) -> bool {
         self.presence.is_here()
     }
 
-    /// Notes where a partition is that is not here.
+    /// Sets the presence of a partition that is not on this server.
     pub fn set_absent(&self, presence: Presence) {
         debug_assert!(!matches!(self.presence(), Presence::Here | Presence::Leaving));
         self.presence.set(presence);
     }
 
-    /// Has requests wait until the partition comes.
+    /// Makes requests wait until the partition arrives.
     pub(in super::super) fn set_absent_from_start(&self) {
         self.presence.set(Presence::Unknown);
     }
 
-    /// Notes a place that is newer than the known one; returns whether it was.
+    /// Notes the partition's place if it is newer than the known one; returns whether it was.
     pub fn learn(&self, place: Place) -> bool {
         self.presence.learn(place)
     }
@@ -73,7 +73,7 @@ impl Partition {
         &self.layout
     }
 
-    /// A descriptor of the memory, and the offset in it.
+    /// A descriptor of the memory.
     ///
     /// # Errors
     /// If there is no descriptor left.
@@ -81,18 +81,18 @@ impl Partition {
         self.memory.descriptor()
     }
 
-    /// The end of the runs in use at this time.
+    /// The end of the runs that are in use now.
     pub fn runs_end(&self) -> u32 {
         self.log.lock().log.runs_end()
     }
 
-    /// Bytes of the budget that the partition has at this time.
+    /// Bytes of the budget that are charged for the partition now.
     pub fn charged(&self) -> u64 {
         let inner = self.log.lock();
         inner.index_charged + inner.log.charged()
     }
 
-    /// Has new requests wait. Others may still be served until their turns end.
+    /// Makes new requests wait. Other requests may still be served until their turns end.
     pub(in super::super) fn begin_leaving(&self) {
         self.presence.set(Presence::Leaving);
         for oldest in &self.oldest {
@@ -100,18 +100,19 @@ impl Partition {
         }
     }
 
-    /// What goes with the memory. No thread may serve requests for the partition any more.
+    /// Seals the log, and returns the state that is sent beside the memory. No thread may serve
+    /// requests for the partition any more.
     pub(in super::super) fn depart(&self, shared: &Shared, now_s: u32) -> Departure {
         let mut inner = self.log.lock();
-        // What the pool has is this server's.
-        self.drop_all_away(shared, &mut inner);
+        // The places in the pool belong to this server.
+        self.drop_all_remote(shared, &mut inner);
         inner.log.seal_all(shared);
         let flush_s = self.flush_s.load(Ordering::Relaxed);
         Departure {
             cas: inner.log.cas,
             items: inner.items,
             sequence_end: shared.sequence.load(Ordering::Relaxed),
-            second: self.shift.to_partition(now_s),
+            second: self.clock_offset.to_partition(now_s),
             flush_in_s: (flush_s != 0).then(|| flush_s.saturating_sub(now_s)),
             runs_end: inner.log.runs_end(),
             index: self.index.state(),
@@ -123,17 +124,17 @@ impl Partition {
         let mut inner = self.log.lock();
         self.presence.set(Presence::Here);
         self.publish_oldest(&mut inner);
-        // What was noted while nothing could be done here was forgotten.
+        // The partition's number was dropped from these sets while the partition was suspended.
         shared.retired_in.note(self.number);
         if inner.log.has_cleanable() {
             shared.cleanable_in.note(self.number);
         }
     }
 
-    /// Gives the memory up. No thread may serve requests for the partition.
+    /// Frees the memory. No thread may serve requests for the partition.
     ///
     /// # Errors
-    /// If the system cannot take the memory back; it is used until the server ends.
+    /// If the memory cannot be returned to the system; it stays allocated until the server ends.
     pub(in super::super) fn forget(&self, shared: &Shared, presence: Presence) -> io::Result<()> {
         let mut inner = self.log.lock();
         inner.log.release_all(shared);
@@ -144,7 +145,7 @@ impl Partition {
             index_charged: 0,
         };
         self.begin_leaving();
-        self.shift.set(0);
+        self.clock_offset.set(0);
         self.flush_s.store(0, Ordering::Relaxed);
         let cleared = self.memory.clear();
         self.index.restore(IndexState::EMPTY);
@@ -152,16 +153,16 @@ impl Partition {
         cleared
     }
 
-    /// Serves requests, with cas numbers after this one for what is set from now on.
+    /// Serves requests. The cas numbers of items that are set from now on begin after `cas`.
     pub(in super::super) fn begin(&self, shared: &Shared, cas: u64) {
         self.log.lock().log.cas = cas;
         self.stay(shared);
     }
 
-    /// Adopts what was written to the memory. Requests are served after [`Self::stay`].
+    /// Adopts the memory that was received. Requests are served after [`Self::stay`].
     ///
     /// # Errors
-    /// If that contradicts itself, or does not fit the memory. It must be forgotten then.
+    /// If the memory is inconsistent, or exceeds the layout. [`Self::forget`] must be called then.
     pub(in super::super) fn arrive(
         &self,
         shared: &Shared,
@@ -180,20 +181,20 @@ impl Partition {
         inner.items = departure.items;
         self.charge_index(shared, &mut inner);
         let ahead = i64::from(departure.second) - i64::from(now_s);
-        self.shift.set(i32::try_from(ahead).map_err(|_| Damaged)?);
+        self.clock_offset.set(i32::try_from(ahead).map_err(|_| Damaged)?);
         let flush_s = departure.flush_in_s.map_or(0, |left_s| now_s.saturating_add(left_s));
         self.flush_s.store(flush_s, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Notes in the table that a run is free. The partition must not be here.
+    /// Marks a run as free in the table. The partition must not be on this server.
     pub fn clear_run_entry(&self, run: u32) {
         let entry = self.entry(run);
         entry.set_state(RunState::Free);
         entry.set_charged(0);
     }
 
-    /// Returns memory to the system that is not needed. The partition must not be here.
+    /// Returns unused memory to the system. The partition must not be on this server.
     pub fn discard(&self, offset: usize, bytes: usize) {
         self.memory.discard(offset, bytes);
     }
@@ -203,12 +204,12 @@ impl Partition {
         self.entry(run)
     }
 
-    /// Sets the second in which all items are to be flushed, or 0.
+    /// Schedules a flush of all items for this second; 0 cancels it.
     pub(in super::super) fn set_flush_s(&self, flush_s: u32) {
         self.flush_s.store(flush_s, Ordering::Relaxed);
     }
 
-    /// The second in which all items are to be flushed, or 0.
+    /// The second for which a flush of all items is scheduled, or 0.
     pub(in super::super) fn flush_s(&self) -> u32 {
         self.flush_s.load(Ordering::Relaxed)
     }

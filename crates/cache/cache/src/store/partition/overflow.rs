@@ -1,4 +1,4 @@
-//! Items that leave a partition for the pool, and come back.
+//! Items that are moved from a partition to the pool, and back.
 
 use std::cell::RefCell;
 
@@ -7,40 +7,41 @@ use smallvec::SmallVec;
 use super::super::Shared;
 use super::super::index::Found;
 use super::super::item::{self, Item};
-use super::super::log::{Charge, Kept, NewItem, NoRoom, Target};
+use super::super::log::{Charge, NewItem, NoRoom, RemoteItem, Target};
 use super::super::pool::{Fetch, Spill};
 use super::super::runs::{Queue, RunState};
 use super::super::slot::{Location, Slot};
 use super::run_items::RunItem;
 use super::{Inner, Partition};
 
-/// Items that come back from the pool keep the second in which they were stored as exactly as this.
-const RETURNED_TOLERANCE_S: u32 = 60;
-/// The items of a run of which less than one part in so many is in use are not copied to the pool.
-const SPILLED_PARTS: usize = 8;
+/// Largest error, in seconds, of the stored second of an item that is moved.
+const MOVED_TOLERANCE_S: u32 = 60;
+/// A run is copied to the pool only if at least 1/`SPILL_USED_DIVISOR` of its bytes are in use.
+const SPILL_USED_DIVISOR: usize = 8;
 
-/// Places of items in the pool whose keys may be the one that is searched.
+/// Locations of items in the pool that may have the searched key.
 pub(super) type Candidates = RefCell<SmallVec<[Location; 2]>>;
 
-/// What became of an attempt to free the oldest run of a queue.
+/// The result of an attempt to free the oldest run of a queue.
 #[derive(Debug)]
 pub enum Spilled {
-    /// There is no run.
+    /// The queue has no run.
     None,
-    /// It was freed: too little of it was in use for the pool.
+    /// The run was freed: too few of its bytes were in use to copy it to the pool.
     Freed,
-    /// It is to be copied to the pool.
+    /// The run must be copied to the pool.
     Begun(Spill),
 }
 
 impl Partition {
-    /// Whether the item at a location has this key. Notes the location if that is unknown, because
-    /// the item is in the pool.
+    /// Whether the item at a location has this key. Adds the location to `candidates` if that is
+    /// unknown because the item is in the pool.
     #[inline]
     pub(super) fn is_key(&self, location: Location, key: &[u8], candidates: &Candidates) -> bool {
         if self.has_pool {
             match self.entry(location.run).state() {
-                // A free run has left and come back since its place was found: its bytes are gone.
+                // A run that is free now may have been moved to the pool since the slot was found:
+                // its bytes may be gone.
                 RunState::Remote | RunState::Free => {
                     candidates.borrow_mut().push(location);
                     return false;
@@ -52,7 +53,7 @@ impl Partition {
         self.has_key(location, key)
     }
 
-    /// What is to be fetched from the pool to know whether it has a key.
+    /// The fetches of all candidates for a key from the pool.
     pub(super) fn fetches(&self, hash: u64, candidates: &Candidates) -> SmallVec<[Fetch; 2]> {
         let fetch = |location: &Location| {
             let (serial, fill) = self.entry(location.run).serial_and_fill();
@@ -61,8 +62,8 @@ impl Partition {
         candidates.borrow().iter().map(fetch).collect()
     }
 
-    /// Removes items that may have the key of an item which is being stored. One with another key
-    /// is evicted.
+    /// Removes the items in the pool that may have the key of an item that is being stored. Items
+    /// with other keys are lost by that.
     pub(super) fn remove_candidates(
         &self,
         shared: &Shared,
@@ -77,26 +78,27 @@ impl Partition {
         }
     }
 
-    /// Has the oldest run of a queue leave for the pool. Items of it that were read stay here.
+    /// Begins to move the oldest run of a queue to the pool. Items of the run that were read stay
+    /// in memory.
     pub fn begin_spill(&self, shared: &Shared, queue: Queue, now_s: u32) -> Spilled {
         let Some(mut inner) = self.lock_here() else { return Spilled::None };
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         inner.log.collect(shared);
         let Some(run) = inner.log.pop_oldest(shared, queue) else {
-            // What was published was that of a run which is gone since.
+            // The published sequence was that of a run that has been freed since.
             self.publish_oldest(&mut inner);
             return Spilled::None;
         };
-        let (kept, live) = self.keep_unread(shared, &mut inner, run, now_s);
+        let (kept, live) = self.collect_unread(shared, &mut inner, run, now_s);
         let entry = self.entry(run);
         let is_flushed = entry.state() == RunState::Flushed;
         let (serial, fill) = entry.serial_and_fill();
-        let is_worth_it = !is_flushed && live * SPILLED_PARTS >= fill;
+        let is_worth_it = !is_flushed && live * SPILL_USED_DIVISOR >= fill;
         if kept.is_empty() || !is_worth_it {
             if !is_flushed {
-                self.keep_here(shared, &mut inner, run, now_s);
+                self.move_all_to_main(shared, &mut inner, run, now_s);
             }
-            self.drop_kept(shared, &mut inner, run, &kept);
+            self.drop_remote_items(shared, &mut inner, run, &kept);
             inner.log.retire(shared, run, false);
             self.publish_oldest(&mut inner);
             return Spilled::Freed;
@@ -109,10 +111,16 @@ impl Partition {
         Spilled::Begun(Spill { partition: self.number, run, serial, bytes, kept: kept.into() })
     }
 
-    /// Goes through the items of a run that are in the index. Those that were read become the
-    /// newest ones of the main queue, those that have expired are removed, and the others are
-    /// returned, with the sum of their lengths.
-    fn keep_unread(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> (Vec<Kept>, usize) {
+    /// Collects the items of a run that are in the index and were not read, and the sum of their
+    /// lengths. Moves those that were read to the newest run of the main queue, and removes those
+    /// that have expired.
+    fn collect_unread(
+        &self,
+        shared: &Shared,
+        inner: &mut Inner,
+        run: u32,
+        now_s: u32,
+    ) -> (Vec<RemoteItem>, usize) {
         let is_main = self.entry(run).queue() == Queue::Main;
         let (mut kept, mut live) = (Vec::new(), 0);
         for RunItem { location, hash, len, stored_s } in self.run_items(shared, run) {
@@ -126,26 +134,26 @@ impl Partition {
             let reads = found.slot.reads();
             if reads > 0 {
                 let slot = found.slot.with_reads(if is_main { reads - 1 } else { 0 });
-                let source = Returned { item, stored_s, tolerance_s: RETURNED_TOLERANCE_S };
+                let source = MovedItem { item, stored_s, tolerance_s: MOVED_TOLERANCE_S };
                 if self.move_to_main(shared, inner, now_s, found, slot, &source).is_ok() {
                     continue;
                 }
             }
             live += len;
             let offset = u16::try_from(location.offset).expect("below the length of a run");
-            kept.push(Kept { hash: low_half(hash), offset });
+            kept.push(RemoteItem { hash: low_half(hash), offset });
         }
         (kept, live)
     }
 
-    /// Makes the few items of a run that are in use the newest ones of the main queue.
-    fn keep_here(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) {
+    /// Moves all items of a run that are in use to the newest run of the main queue.
+    fn move_all_to_main(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) {
         for RunItem { location, hash, stored_s, .. } in self.run_items(shared, run) {
             let found = self.index.search_locked(hash, |other| other == location);
             let item = found.and_then(|found| Some((found, self.usable(found, now_s).ok()?)));
             if let Some((found, item)) = item {
-                let source = Returned { item, stored_s, tolerance_s: RETURNED_TOLERANCE_S };
-                // One that cannot be moved is evicted.
+                let source = MovedItem { item, stored_s, tolerance_s: MOVED_TOLERANCE_S };
+                // An item that cannot be moved is evicted.
                 let _ = self.move_to_main(shared, inner, now_s, found, found.slot, &source);
             }
         }
@@ -158,9 +166,9 @@ impl Partition {
         now_s: u32,
         found: Found,
         slot: Slot,
-        source: &Returned<'_>,
+        source: &MovedItem<'_>,
     ) -> Result<(), NoRoom> {
-        let Returned { item, stored_s, tolerance_s } = *source;
+        let MovedItem { item, stored_s, tolerance_s } = *source;
         let value = [item.value, &[][..]];
         let new = NewItem { header: item.header, key: item.key, value, stored_s, tolerance_s };
         let location = inner.log.append(shared, now_s, &new, Target::Newest(Queue::Main), Charge::Always)?;
@@ -168,9 +176,9 @@ impl Partition {
         Ok(())
     }
 
-    /// Removes the slots of items that were kept.
-    fn drop_kept(&self, shared: &Shared, inner: &mut Inner, run: u32, kept: &[Kept]) {
-        for Kept { hash, offset } in kept {
+    /// Removes the slots of items from the index.
+    fn drop_remote_items(&self, shared: &Shared, inner: &mut Inner, run: u32, kept: &[RemoteItem]) {
+        for RemoteItem { hash, offset } in kept {
             let location = Location { run, offset: u32::from(*offset) };
             if let Some(found) = self.index.search_locked(u64::from(*hash), |other| other == location) {
                 shared.count_evicted(found.slot.is_fetched());
@@ -180,8 +188,8 @@ impl Partition {
         }
     }
 
-    /// The pool has a run at this place. Returns false if the run was needed no more: the place is
-    /// to be freed.
+    /// Completes the move of a run to the pool, which has it at `place`. Returns false if the run
+    /// is not needed any more: the caller must free the place.
     pub fn finish_spill(&self, shared: &Shared, spill: Spill, place: u64) -> bool {
         let Some(mut inner) = self.lock_here() else { return false };
         let Spill { run, serial, kept, .. } = spill;
@@ -189,7 +197,7 @@ impl Partition {
             inner.log.stop_leaving(shared, run, serial);
             return false;
         }
-        let is_there = |Kept { hash, offset }: &&Kept| {
+        let is_there = |RemoteItem { hash, offset }: &&RemoteItem| {
             let location = Location { run, offset: u32::from(*offset) };
             self.index.search_locked(u64::from(*hash), |other| other == location).is_some()
         };
@@ -202,22 +210,22 @@ impl Partition {
         true
     }
 
-    /// The pool has no room for a run: it is evicted. An earlier one may still be readable there.
+    /// Cancels the move of a run for which the pool has no room: the run returns to its queue.
     pub fn cancel_spill(&self, shared: &Shared, spill: &Spill) {
         let Some(mut inner) = self.lock_here() else { return };
         if inner.log.stop_leaving(shared, spill.run, spill.serial) {
-            // It is the oldest one again, and goes next if there is no memory.
+            // The run is the oldest again, and is evicted next if memory is short.
             self.publish_oldest(&mut inner);
         }
         let _ = shared;
     }
 
-    /// Where the pool has an item that is to be fetched; `None` if it is not there any more.
+    /// The place in the pool of the run of an item to fetch; `None` if the pool has it no more.
     pub fn place_in_pool(&self, fetch: &Fetch) -> Option<u64> {
         self.lock_here()?.log.place_in_pool(fetch.location.run, fetch.serial)
     }
 
-    /// An item has come back from the pool: it is the newest one of the main queue.
+    /// Stores an item that was fetched from the pool, in the newest run of the main queue.
     ///
     /// # Errors
     /// If memory must be freed first.
@@ -226,57 +234,57 @@ impl Partition {
         if inner.log.place_in_pool(fetch.location.run, fetch.serial).is_none() {
             return Ok(());
         }
-        let now_s = self.shift.to_partition(now_s);
+        let now_s = self.clock_offset.to_partition(now_s);
         let entry = self.entry(fetch.location.run);
         let item = item::decode(bytes, entry.cas_base());
         let hash = shared.hasher.hash(item.key);
         let Some(found) = self.index.search_locked(hash, |other| other == fetch.location) else {
-            // It was removed, or the pool has given other bytes than it was given.
+            // The item was removed, or the pool has returned other bytes than were stored.
             if self.index.search_locked(fetch.hash, |other| other == fetch.location).is_some() {
-                inner.log.lose_away(fetch.location.run);
-                self.drop_away(shared, &mut inner, fetch.location.run);
+                inner.log.lose_remote(fetch.location.run);
+                self.drop_remote(shared, &mut inner, fetch.location.run);
             }
             return Ok(());
         };
-        let source = Returned { item, stored_s: entry.times().0, tolerance_s: RETURNED_TOLERANCE_S };
+        let source = MovedItem { item, stored_s: entry.times().0, tolerance_s: MOVED_TOLERANCE_S };
         let slot = found.slot.with_reads(0);
         self.move_to_main(shared, &mut inner, now_s, found, slot, &source)?;
-        inner.log.release_away(shared, fetch.location.run);
+        inner.log.release_remote(shared, fetch.location.run);
         self.publish_oldest(&mut inner);
         Ok(())
     }
 
-    /// The pool has lost a run, or gives it up.
-    pub fn lose_away(&self, shared: &Shared, run: u32) {
+    /// Removes the items of a run that the pool has lost, or that is evicted from the pool.
+    pub fn lose_remote(&self, shared: &Shared, run: u32) {
         let Some(mut inner) = self.lock_here() else { return };
-        inner.log.lose_away(run);
-        self.drop_away(shared, &mut inner, run);
+        inner.log.lose_remote(run);
+        self.drop_remote(shared, &mut inner, run);
     }
 
-    /// The oldest run in the pool, and its place in the order in which runs were opened.
-    pub fn oldest_away(&self) -> Option<(u64, u32)> {
-        self.lock_here()?.log.oldest_away()
+    /// The sequence and number of the run in the pool that was opened first.
+    pub fn oldest_remote(&self) -> Option<(u64, u32)> {
+        self.lock_here()?.log.oldest_remote()
     }
 
     /// Removes the items of a run in the pool.
-    pub(super) fn drop_away(&self, shared: &Shared, inner: &mut Inner, run: u32) {
-        let kept = inner.log.kept_of(run);
-        self.drop_kept(shared, inner, run, &kept);
-        inner.log.forget_away(shared, run);
+    pub(super) fn drop_remote(&self, shared: &Shared, inner: &mut Inner, run: u32) {
+        let kept = inner.log.remote_items(run);
+        self.drop_remote_items(shared, inner, run, &kept);
+        inner.log.free_remote(shared, run);
     }
 
-    /// Removes all items in the pool, and keeps here what is on its way there.
-    pub(super) fn drop_all_away(&self, shared: &Shared, inner: &mut Inner) {
+    /// Removes all items in the pool, and cancels all copies to it.
+    pub(super) fn drop_all_remote(&self, shared: &Shared, inner: &mut Inner) {
         inner.log.stop_all_leaving(shared);
-        for run in inner.log.away() {
-            self.drop_away(shared, inner, run);
+        for run in inner.log.remote_runs() {
+            self.drop_remote(shared, inner, run);
         }
     }
 }
 
-/// An item that becomes the newest one of the main queue.
+/// An item that is moved to the newest run of the main queue.
 #[derive(Clone, Copy)]
-struct Returned<'a> {
+struct MovedItem<'a> {
     item: Item<'a>,
     stored_s: u32,
     tolerance_s: u32,

@@ -1,28 +1,30 @@
-//! The items of a run, one after the other.
+//! An iterator over the items of a run.
 
 use super::super::Shared;
 use super::super::item;
 use super::super::slot::Location;
 use super::{CACHE_LINE_BYTES, Partition};
 
-/// Memory that is loaded before the walk comes to it: each item says only where the next one is.
+/// Bytes by which the walk prefetches ahead: the offset of an item is known only from the item
+/// before it.
 const AHEAD_BYTES: usize = 1024;
 
 /// An item of a run, which the index may not point to any more.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RunItem {
-    /// Where it is.
+    /// The location.
     pub location: Location,
-    /// The hash of its key.
+    /// The hash of the key.
     pub hash: u64,
-    /// Its bytes.
+    /// The length in bytes.
     pub len: usize,
-    /// The second in which it was stored.
+    /// The second in which the item was stored.
     pub stored_s: u32,
 }
 
 impl Partition {
-    /// The items of a run that is not freed meanwhile, in the order in which they were appended.
+    /// The items of a run, in the order in which they were appended. The run must not be freed
+    /// meanwhile.
     pub(super) fn run_items<'p>(
         &'p self,
         shared: &'p Shared,
