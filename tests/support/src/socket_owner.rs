@@ -16,21 +16,23 @@ pub fn socket_owner(local: SocketAddr) -> Option<u32> {
     let SocketAddr::V4(local) = local else { return None };
     (0..READS_MAX).find_map(|_| {
         let table = std::fs::read_to_string("/proc/net/tcp").ok()?;
-        let link = format!("socket:[{}]", inode(&table, local)?);
+        let links: Vec<String> = inodes(&table, local).map(|inode| format!("socket:[{inode}]")).collect();
         let processes = std::fs::read_dir("/proc").ok()?.flatten();
         let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        pids.find(|pid| has_descriptor(*pid, &link))
+        pids.find(|pid| links.iter().any(|link| has_descriptor(*pid, link)))
     })
 }
 
-/// The inode of a socket in the text of `/proc/net/tcp`, whose second column is the local address
-/// and whose tenth the inode.
-fn inode(table: &str, local: SocketAddrV4) -> Option<&str> {
+/// The inodes of the open sockets with a local address, from the text of `/proc/net/tcp`: its second
+/// column is the local address, and its tenth the inode. Connections that have been closed and wait
+/// may have the same address, and have the inode 0.
+fn inodes(table: &str, local: SocketAddrV4) -> impl Iterator<Item = &str> {
     let address = format!("{:08X}:{:04X}", u32::from_ne_bytes(local.ip().octets()), local.port());
-    table.lines().find_map(|line| {
-        let mut columns = line.split_whitespace().skip(1);
+    let inode = move |line| {
+        let mut columns = str::split_whitespace(line).skip(1);
         (columns.next() == Some(&address)).then(|| columns.nth(7)).flatten()
-    })
+    };
+    table.lines().filter_map(inode).filter(|inode| *inode != "0")
 }
 
 fn has_descriptor(pid: u32, link: &str) -> bool {
@@ -45,6 +47,18 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+
+    #[test]
+    fn a_closed_connection_with_the_same_address_is_passed_over() {
+        let line = |inode: u32| {
+            format!(
+                "  0: 0100007F:1F90 0100007F:C350 06 00000000:00000000 00:00000000 00000000  0  0 {inode} 1"
+            )
+        };
+        let table = format!("head\n{}\n{}\n", line(0), line(7));
+        let found: Vec<&str> = inodes(&table, "127.0.0.1:8080".parse().unwrap()).collect();
+        assert_eq!(found, ["7"]);
+    }
 
     #[test]
     fn a_connection_is_of_the_process_that_has_opened_it() {

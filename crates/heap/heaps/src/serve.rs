@@ -209,12 +209,9 @@ pub fn serve(
     };
     let targets: Vec<Arc<dyn Target>> =
         std::iter::once(target).chain(device.as_ref().map(|(device, _)| Arc::clone(device))).collect();
-    let membership =
-        Membership::join(options.connect, record, options.lease_ttl, targets, Instant::now())?;
-    let membership = KeptMembership::start(membership).map_err(|source| TargetError::System {
-        what: "cannot start a thread for the lease",
-        source,
-    })?;
+    let membership = Membership::join(options.connect, record, options.lease_ttl, targets, Instant::now())?;
+    let membership = KeptMembership::start(membership)
+        .map_err(|source| TargetError::System { what: "cannot start a thread for the lease", source })?;
     let _metrics: Option<MetricsServer> =
         listener.map(|listener| metrics::serve(listener, Arc::clone(&service))).transpose()?;
     tracing::info!(node = options.node, bytes = options.memory_bytes, %address, "serving heaps");
