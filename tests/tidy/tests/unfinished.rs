@@ -17,7 +17,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/bench/bench",
     "crates/bench/research",
     "crates/cache/cache",
-    "crates/cache/cache-cluster",
     "crates/cli/aquifer",
     "crates/daemons/agent",
     "crates/daemons/host",
