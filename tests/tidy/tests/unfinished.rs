@@ -24,7 +24,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/daemons/swap",
     "crates/fabric/fabric",
     "crates/fabric/fabric-verbs",
-    "crates/heap/heaps",
     "crates/heap/objects",
     "crates/paging/block",
     "crates/paging/pager",
