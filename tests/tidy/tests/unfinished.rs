@@ -35,7 +35,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "tests/fuzz",
     "tests/hostile",
     "tests/memcached",
-    "tests/sim",
     "tests/support",
     "tests/tidy",
 ];
