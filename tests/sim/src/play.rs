@@ -13,7 +13,7 @@ pub const SEED_VARIABLE: &str = "AQUIFER_SEED";
 
 thread_local! {
     /// Whether panics of this thread are expected and must not be printed.
-    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+    static PANICS_ARE_EXPECTED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The seed that [`SEED_VARIABLE`] asks for.
@@ -41,14 +41,14 @@ pub fn quietly<T>(work: impl FnOnce() -> T) -> T {
     HOOK.call_once(|| {
         let usual = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
-            if !IS_QUIET.get() {
+            if !PANICS_ARE_EXPECTED.get() {
                 usual(panic);
             }
         }));
     });
-    IS_QUIET.set(true);
+    PANICS_ARE_EXPECTED.set(true);
     let result = work();
-    IS_QUIET.set(false);
+    PANICS_ARE_EXPECTED.set(false);
     result
 }
 

@@ -14,32 +14,32 @@ use crate::play::{SEED_VARIABLE, asked_seed, on_all_processors, play, play_all, 
 pub const SCHEDULES_VARIABLE: &str = "AQUIFER_SCHEDULES";
 /// New schedules that a long test plays by default.
 const NEW_SCHEDULES: u64 = 20_000;
-/// If set, [`Simulator::assert_mutations_noticed`] searches again for all mutations, and writes the
-/// corpus.
+/// The environment variable that makes [`Simulator::assert_mutations_noticed`] search all schedules
+/// again and write the corpus.
 const RECORD_VARIABLE: &str = "AQUIFER_RECORD_MUTANTS";
-/// A mutation that is not in the corpus must be noticed within this number of schedules.
+/// Number of schedules within which a mutation that is not in the corpus must be noticed.
 const MUTANT_SCHEDULES: u64 = 2_000;
-/// Recording searches this number of schedules. A mutation that is noticed later than
+/// Number of schedules that recording searches. A mutation that is noticed later than
 /// [`MUTANT_SCHEDULES`] is reported: bias the schedules towards the step that it breaks.
 const RECORD_SCHEDULES: u64 = 100_000;
 
 /// The simulator of one protocol.
 #[derive(Debug)]
 pub struct Simulator<M: 'static, T> {
-    /// The name of its corpus.
+    /// The name of the simulator and of its corpus.
     pub name: &'static str,
     /// Plays the schedule with this seed. Fails if the protocol violated an invariant.
     pub play: fn(u64) -> Result<T, String>,
     /// Schedules that once showed a fault of the product.
     pub regressions: &'static [u64],
-    /// The mutations that it must notice.
+    /// The mutations that the simulator must notice.
     pub mutations: &'static [M],
 }
 
 impl<M: Mutations + Sync, T> Simulator<M, T> {
     /// Plays schedules 0 to `count`, the regressions and those of the corpus, and passes each
-    /// result to `each`.
-    /// Returns false if [`SEED_VARIABLE`] selects one schedule: then counts mean nothing.
+    /// result to `each`. Returns false if [`SEED_VARIABLE`] selects one schedule: then counts of
+    /// events are not meaningful.
     ///
     /// # Panics
     /// If a schedule fails, with its seed.

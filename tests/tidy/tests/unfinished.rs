@@ -13,7 +13,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/base/metrics",
     "crates/base/report",
     "crates/base/secure-channel",
-    "crates/cache/cache-cluster",
     "crates/cli/aquifer",
     "crates/daemons/agent",
     "crates/daemons/host",
@@ -21,15 +20,12 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/daemons/swap",
     "crates/fabric/fabric",
     "crates/fabric/fabric-verbs",
-    "crates/heap/heaps",
     "crates/heap/objects",
-    "crates/ownership/ownership",
     "crates/paging/block",
     "crates/paging/pager",
     "crates/pool/extents",
     "crates/pool/pool",
     "crates/program/attach",
-    "tests/sim",
 ];
 
 /// Documents with lines of more than 200 characters.

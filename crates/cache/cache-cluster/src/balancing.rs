@@ -1,4 +1,5 @@
-//! The balancer: one server asks all for their loads, and has partitions moved.
+//! The balancer: the server with the lowest number asks all servers for their loads, and moves
+//! partitions.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,15 +14,15 @@ use crate::placement::{Move, PartitionLoad, ServerLoad, claimant, plan};
 use crate::wire::{Answer, Ask, PartitionStatus, ServerStatus};
 
 /// Interval at which loads are measured and balanced.
-const INTERVAL: Duration = Duration::from_secs(1);
-/// Moves at a time.
+const BALANCE_INTERVAL: Duration = Duration::from_secs(1);
+/// Largest number of moves at a time.
 const MOVES_MAX: usize = 2;
-/// Pause before partitions are given again that could not be.
-const RETRY: Duration = Duration::from_millis(100);
-/// A partition that has moved stays for so long.
-const REST: Duration = Duration::from_secs(10);
+/// Pause of a server that drains after a round in which it could not hand over any partition.
+const DRAIN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// Time after the begin of a move for which the balancer does not move the partition again.
+const MOVE_COOLDOWN: Duration = Duration::from_secs(10);
 
-/// What the balancer of a server knows.
+/// Moves that the balancer has begun.
 #[derive(Debug, Default)]
 pub(crate) struct Balancer {
     moved: BTreeMap<usize, Instant>,
@@ -29,17 +30,17 @@ pub(crate) struct Balancer {
 }
 
 impl Member {
-    /// How this server is.
+    /// Returns the status of this server.
     pub(crate) fn status(&self) -> ServerStatus {
         let (own, server) = (self.own_record(), self.server());
         let mut partitions = Vec::new();
-        for (partition, seat) in self.seats.iter().enumerate() {
-            let state = seat.lock();
+        for (partition, slot) in self.slots.iter().enumerate() {
+            let state = slot.lock();
             if !state.holder.has_access() {
                 continue;
             }
             let is_settled = matches!(state.holder.holding(), Holding::Owned { stage: Stage::Settled, .. });
-            let moves = state.giving.is_some() || !is_settled;
+            let moves = state.outgoing.is_some() || !is_settled;
             drop(state);
             let items = &server.store().partitions()[partition];
             partitions.push(PartitionStatus {
@@ -62,7 +63,7 @@ impl Member {
         }
     }
 
-    /// Has the server drain, or have partitions again.
+    /// Sets whether the server drains, here and in its record in the directory.
     pub(crate) fn set_drains(&self, drains: bool) -> Result<(), DirectoryError> {
         self.drains.store(drains, Ordering::Relaxed);
         let record = {
@@ -73,14 +74,14 @@ impl Member {
         self.registry.update_server(&record)
     }
 
-    /// Gives all partitions to other servers within this time. Returns how many are left.
-    pub(crate) fn give_all(&self, time: Duration) -> usize {
-        let deadline = Instant::now() + time;
-        let mut is_noted = false;
+    /// Hands all partitions over to other servers, until `timeout`. Returns how many are left.
+    pub(crate) fn drain_partitions(&self, timeout: Duration) -> usize {
+        let deadline = Instant::now() + timeout;
+        let mut is_recorded = false;
         loop {
             let own = self.life();
             let owned: Vec<usize> =
-                (0..self.seats.len()).filter(|at| self.seats[*at].lock().holder.has_access()).collect();
+                (0..self.slots.len()).filter(|at| self.slots[*at].lock().holder.has_access()).collect();
             let others: Vec<u16> = {
                 let servers = self.servers.read();
                 let others = servers.values().filter(|server| server.life() != own && !server.drains);
@@ -89,25 +90,27 @@ impl Member {
             if owned.is_empty() || others.is_empty() || Instant::now() >= deadline {
                 return owned.len();
             }
-            if !std::mem::replace(&mut is_noted, true)
+            if !std::mem::replace(&mut is_recorded, true)
                 && let Err(error) = self.set_drains(true)
             {
-                tracing::warn!(%error, "the other servers do not know that this one drains");
+                tracing::warn!(%error, "cannot record in the directory that this server drains");
             }
-            let mut given = 0;
+            let mut handed_over = 0;
             for partition in owned {
                 let to = claimant(partition, others.iter().copied()).expect("there are others");
-                match self.give(partition, to) {
-                    Ok(()) => given += 1,
-                    // The balancer may be moving it.
-                    Err(why) => tracing::debug!(partition, to, why, "a partition is not given yet"),
+                match self.run_handover(partition, to) {
+                    Ok(()) => handed_over += 1,
+                    // The balancer may be moving the partition.
+                    Err(reason) => {
+                        tracing::debug!(partition, to, reason, "cannot hand a partition over yet; retrying");
+                    }
                 }
                 if Instant::now() >= deadline {
                     break;
                 }
             }
-            if given == 0 {
-                std::thread::park_timeout(RETRY);
+            if handed_over == 0 {
+                std::thread::park_timeout(DRAIN_RETRY_INTERVAL);
             }
         }
     }
@@ -117,10 +120,10 @@ impl Member {
         let mut balancer = Balancer::default();
         let mut measured = Instant::now();
         while !self.stops.load(Ordering::Acquire) {
-            std::thread::park_timeout(INTERVAL);
-            if measured.elapsed() >= INTERVAL {
+            std::thread::park_timeout(BALANCE_INTERVAL);
+            if measured.elapsed() >= BALANCE_INTERVAL {
                 measured = Instant::now();
-                self.loads.note(&self.server().partition_requests(), measured);
+                self.loads.update(&self.server().partition_requests(), measured);
             }
             if self.is_leader() {
                 self.balance_once(&mut balancer);
@@ -135,7 +138,7 @@ impl Member {
     }
 
     fn balance_once(self: &Arc<Self>, balancer: &mut Balancer) {
-        balancer.moved.retain(|_, at| at.elapsed() < REST);
+        balancer.moved.retain(|_, at| at.elapsed() < MOVE_COOLDOWN);
         let running = balancer.running.load(Ordering::Acquire);
         if running >= MOVES_MAX {
             return;
@@ -149,26 +152,27 @@ impl Member {
             let (member, running) = (Arc::clone(self), Arc::clone(&balancer.running));
             let balancing = std::thread::current();
             let spawned = std::thread::Builder::new().name("cache-balance".into()).spawn(move || {
-                member.order(next);
+                member.run_move(next);
                 running.fetch_sub(1, Ordering::AcqRel);
                 balancing.unpark();
             });
             if let Err(error) = spawned {
-                tracing::warn!(%error, "no thread moves a partition");
+                let partition = next.partition;
+                tracing::warn!(%error, partition, "cannot start a thread that moves a partition");
                 balancer.running.fetch_sub(1, Ordering::AcqRel);
             }
         }
     }
 
-    /// Plans the next moves and has them begin, whether or not this server balances.
+    /// Plans moves and carries them out, whether or not this server is the balancer.
     pub(crate) fn balance_now(self: &Arc<Self>) -> Vec<(usize, u16)> {
         let Some(loads) = self.loads_of_all(|_| true) else { return Vec::new() };
-        let moves = plan(&loads, self.seats.len());
-        moves.iter().for_each(|next| self.order(*next));
+        let moves = plan(&loads, self.slots.len());
+        moves.iter().for_each(|next| self.run_move(*next));
         moves.into_iter().map(|next| (next.partition, next.to)).collect()
     }
 
-    /// The loads of all servers; `None` if one does not answer.
+    /// Returns the loads of all servers; `None` if one does not answer.
     fn loads_of_all(&self, may_move: impl Fn(usize) -> bool) -> Option<BTreeMap<u16, ServerLoad>> {
         let servers = self.servers.read().clone();
         let mut loads = BTreeMap::new();
@@ -186,21 +190,22 @@ impl Member {
         Some(loads)
     }
 
-    fn order(&self, Move { partition, from, to }: Move) {
-        let ended = if from == self.life().host {
-            self.give(partition, to)
+    /// Hands a partition over, or asks its owner to do so.
+    fn run_move(&self, Move { partition, from, to }: Move) {
+        let result = if from == self.life().host {
+            self.run_handover(partition, to)
         } else {
             let Some(source) = self.server_record(from) else { return };
-            match self.channels.ask_for_long(&source, &Ask::Move { partition, to }) {
+            match self.channels.ask_with_long_timeout(&source, &Ask::Move { partition, to }) {
                 Ok(Answer::Done) => Ok(()),
-                Ok(Answer::Declined(why)) => Err(why),
-                Ok(_) => Err("it has answered something else".to_owned()),
+                Ok(Answer::Declined(reason)) => Err(reason),
+                Ok(other) => Err(format!("server {from} answered {other:?} to move")),
                 Err(error) => Err(error.to_string()),
             }
         };
-        match ended {
-            Ok(()) => tracing::info!(partition, from, to, "a partition was moved"),
-            Err(why) => tracing::warn!(partition, from, to, why, "a partition was not moved"),
+        match result {
+            Ok(()) => tracing::info!(partition, from, to, "moved a partition"),
+            Err(reason) => tracing::warn!(partition, from, to, reason, "cannot move a partition"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Connections on which servers ask each other, and operators ask servers. All is encrypted.
+//! Encrypted connections on which servers and operators send requests ([`Ask`]) to servers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,22 +22,23 @@ use crate::wire::{Answer, Ask, Hello, Purpose, VERSION, Welcome};
 
 /// Longest message, in bytes.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
-/// Longest time for connecting and for the handshake.
-const CONNECT_TIME: Duration = Duration::from_secs(1);
-/// Longest wait for an answer.
-const ANSWER_TIME: Duration = Duration::from_secs(2);
-/// An open connection that was not used for so long is closed, before the other end closes it.
-const KEPT_TIME: Duration = Duration::from_secs(20);
-/// After so long without an acknowledgement a connection has failed.
+/// Timeout of connecting, and of each read and write of the handshake.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout of a request to another server.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time without use after which a connection is not used again. Shorter than [`IDLE_TIMEOUT`],
+/// after which the other end closes it.
+const REUSE_AGE_MAX: Duration = Duration::from_secs(20);
+/// Time in milliseconds without an acknowledgement after which TCP closes a connection.
 const USER_TIMEOUT_MS: u32 = 3000;
-/// Longest wait for a question on an open connection.
-pub const IDLE_TIME: Duration = Duration::from_secs(60);
+/// Longest wait for the next request on an open connection.
+pub const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Why a server cannot be asked.
+/// Why a request to a server failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ChannelError {
     /// The connection failed.
-    #[error("{address} cannot be reached: {source}")]
+    #[error("connection to {address} failed: {source}")]
     System {
         /// The address.
         address: SocketAddr,
@@ -49,7 +50,7 @@ pub enum ChannelError {
     Handshake {
         /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The error of the handshake.
         source: SecureError,
     },
     /// The server has refused the connection.
@@ -57,7 +58,7 @@ pub enum ChannelError {
     Refused {
         /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The reason that the server returned.
         why: String,
     },
 }
@@ -67,8 +68,9 @@ pub enum ChannelError {
 pub struct Channel {
     stream: TcpStream,
     cipher: RecordCipher,
-    /// Encrypted bytes that have arrived.
+    /// Received bytes that are not decrypted yet.
     sealed: Vec<u8>,
+    /// Decrypted bytes of messages that are not complete yet.
     plain: Vec<u8>,
 }
 
@@ -92,14 +94,16 @@ impl Channel {
     /// Receives a message.
     ///
     /// # Errors
-    /// If the connection fails, or the message is malformed.
+    /// If the connection fails, or if the message is malformed or too long.
     pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<T> {
         let mut buffer = [0; 16 << 10];
         loop {
             if let Some(len) = self.plain.first_chunk::<4>() {
                 let len = u32::from_le_bytes(*len) as usize;
                 if len > MESSAGE_BYTES_MAX {
-                    return Err(io::Error::other(format!("a message of {len} bytes")));
+                    return Err(io::Error::other(format!(
+                        "the peer sent a message of {len} bytes, above the limit of {MESSAGE_BYTES_MAX}"
+                    )));
                 }
                 if let Some(json) = self.plain.get(4..4 + len) {
                     let message = serde_json::from_slice(json)?;
@@ -117,32 +121,32 @@ impl Channel {
         }
     }
 
-    /// Has calls wait for at most this time.
+    /// Sets the timeout of each read and write.
     ///
     /// # Errors
-    /// If the system refuses.
-    pub fn set_patience(&self, time: Duration) -> io::Result<()> {
-        self.stream.set_read_timeout(Some(time))?;
-        self.stream.set_write_timeout(Some(time))
+    /// Errors of `setsockopt`.
+    pub fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
+        self.stream.set_read_timeout(Some(timeout))?;
+        self.stream.set_write_timeout(Some(timeout))
     }
 
-    /// The connection for a worker, which exchanges frames on it.
+    /// Converts the connection to a socket for a worker, which exchanges frames on it.
     ///
     /// # Errors
-    /// If the system refuses, or if more has arrived than the handshake.
+    /// Errors of the system, or if the peer has sent more than the handshake.
     fn into_socket(self, encrypt: bool) -> io::Result<PeerSocket> {
         if !self.sealed.is_empty() || !self.plain.is_empty() {
-            return Err(io::Error::other("frames before the end of the handshake"));
+            return Err(io::Error::other("the peer sent frames before the end of the handshake"));
         }
         self.stream.set_nonblocking(true)?;
         Ok(PeerSocket { socket: self.stream.into(), cipher: encrypt.then_some(self.cipher) })
     }
 }
 
-/// What a server tells others of itself, and expects of them.
+/// Parameters of the handshake with other servers.
 #[derive(Clone, Debug)]
 pub struct Access {
-    /// The cache.
+    /// The name of the cache.
     pub cache: String,
     /// The key that all servers hold.
     pub key: ClusterKey,
@@ -150,8 +154,8 @@ pub struct Access {
     pub encrypt: bool,
 }
 
-/// Has a connection fail soon whose other end has vanished.
-fn watch(stream: &TcpStream) -> io::Result<()> {
+/// Sets TCP options by which a connection fails within seconds if its peer vanishes.
+fn set_failure_detection(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, Duration::from_secs(1))?;
@@ -160,13 +164,13 @@ fn watch(stream: &TcpStream) -> io::Result<()> {
     Ok(sockopt::set_tcp_user_timeout(stream, USER_TIMEOUT_MS)?)
 }
 
-/// Connects with a server.
+/// Connects to a server. Returns the channel, and whether frames on it must be encrypted.
 fn connect(address: SocketAddr, access: &Access, purpose: Purpose) -> Result<(Channel, bool), ChannelError> {
     let system = |source| ChannelError::System { address, source };
-    let stream = connect_unpaced(address, CONNECT_TIME).map_err(system)?;
-    watch(&stream).map_err(system)?;
-    stream.set_read_timeout(Some(CONNECT_TIME)).map_err(system)?;
-    stream.set_write_timeout(Some(CONNECT_TIME)).map_err(system)?;
+    let stream = connect_unpaced(address, CONNECT_TIMEOUT).map_err(system)?;
+    set_failure_detection(&stream).map_err(system)?;
+    stream.set_read_timeout(Some(CONNECT_TIMEOUT)).map_err(system)?;
+    stream.set_write_timeout(Some(CONNECT_TIMEOUT)).map_err(system)?;
     let secured = initiate(stream, &access.key);
     let (stream, cipher) =
         secured.map_err(|source| ChannelError::Handshake { address, source })?.into_parts();
@@ -179,40 +183,46 @@ fn connect(address: SocketAddr, access: &Access, purpose: Purpose) -> Result<(Ch
     }
 }
 
-/// A connection with a server for the requests of clients.
+/// Connects to a server to forward requests of clients.
 ///
 /// # Errors
-/// If it cannot be reached, or refuses.
+/// If the connection or the handshake fails, or if the server refuses.
 pub fn connect_for_requests(address: SocketAddr, access: &Access) -> Result<PeerSocket, ChannelError> {
     let (channel, encrypt) = connect(address, access, Purpose::Requests)?;
     channel.into_socket(encrypt).map_err(|source| ChannelError::System { address, source })
 }
 
-/// A connection that was accepted.
+/// An accepted connection, by its purpose.
 #[derive(Debug)]
 pub enum Accepted {
-    /// For the requests of clients.
+    /// Connection for forwarded requests of clients.
     Requests(PeerSocket),
-    /// For questions.
+    /// Connection for requests to the server itself ([`Ask`]).
     Questions(Channel),
 }
 
-/// Runs the handshake of a connection that another server or an operator has begun.
+/// Runs the handshake of a connection of another server or of an operator.
 ///
 /// # Errors
-/// If it fails, or the other end is refused.
+/// If the handshake fails, or if the peer has another version or another cache.
 pub fn accept(stream: TcpStream, access: &Access) -> io::Result<Accepted> {
     stream.set_nonblocking(false)?;
-    watch(&stream)?;
-    stream.set_read_timeout(Some(CONNECT_TIME))?;
-    stream.set_write_timeout(Some(CONNECT_TIME))?;
+    set_failure_detection(&stream)?;
+    stream.set_read_timeout(Some(CONNECT_TIMEOUT))?;
+    stream.set_write_timeout(Some(CONNECT_TIMEOUT))?;
     let (stream, cipher) = respond(stream, &access.key).map_err(io::Error::other)?.into_parts();
     let mut channel = Channel::new(stream, cipher);
     let hello: Hello = channel.receive()?;
     let refusal = if hello.version != VERSION {
-        Some(format!("it has version {} of the protocol, this server version {VERSION}", hello.version))
+        Some(format!(
+            "the hello has version {} of the protocol, but the server has version {VERSION}",
+            hello.version
+        ))
     } else if hello.cache != access.cache {
-        Some(format!("it is of the cache \"{}\", this server of \"{}\"", hello.cache, access.cache))
+        Some(format!(
+            "the hello is for the cache \"{}\", but the server belongs to \"{}\"",
+            hello.cache, access.cache
+        ))
     } else {
         None
     };
@@ -228,28 +238,28 @@ pub fn accept(stream: TcpStream, access: &Access) -> io::Result<Accepted> {
     }
 }
 
-/// Asks one server.
+/// Sends a request to a server on a new connection, with a timeout of [`IDLE_TIMEOUT`].
 ///
 /// # Errors
-/// If it cannot be reached.
+/// If the server cannot be reached, or does not answer.
 pub fn ask_at(address: SocketAddr, access: &Access, ask: &Ask) -> Result<Answer, ChannelError> {
     let system = |source| ChannelError::System { address, source };
     let (mut channel, _) = connect(address, access, Purpose::Questions)?;
-    channel.set_patience(IDLE_TIME).map_err(system)?;
+    channel.set_timeout(IDLE_TIMEOUT).map_err(system)?;
     channel.send(ask).map_err(system)?;
     channel.receive().map_err(system)
 }
 
-/// Loses messages between servers, in tests.
+/// Fault injection for tests: decides which messages between servers are lost.
 pub trait Interference: fmt::Debug + Send + Sync {
-    /// Whether this question is lost.
+    /// Whether this request is lost.
     fn loses_question(&self, ask: &Ask) -> bool;
 
-    /// Whether the answer to this question is lost.
+    /// Whether the answer to this request is lost.
     fn loses_answer(&self, ask: &Ask) -> bool;
 }
 
-/// Open connections with other servers.
+/// A pool of open connections to other servers.
 #[derive(Debug)]
 pub struct Channels {
     access: Access,
@@ -258,30 +268,30 @@ pub struct Channels {
 }
 
 impl Channels {
-    /// No connections.
+    /// A pool without connections.
     #[must_use]
     pub fn new(access: Access, interference: Option<Arc<dyn Interference>>) -> Self {
         Self { access, interference, free: Mutex::default() }
     }
 
-    /// What this server tells others.
+    /// The parameters of the handshake.
     #[must_use]
     pub fn access(&self) -> &Access {
         &self.access
     }
 
-    /// Asks a server for what may last as long as a hand-over.
+    /// Sends a request that may last as long as a hand-over. The timeout is [`IDLE_TIMEOUT`].
     ///
     /// # Errors
-    /// If it does not answer.
-    pub fn ask_for_long(&self, server: &ServerRecord, ask: &Ask) -> Result<Answer, ChannelError> {
+    /// If the server does not answer.
+    pub fn ask_with_long_timeout(&self, server: &ServerRecord, ask: &Ask) -> Result<Answer, ChannelError> {
         ask_at(server.address, &self.access, ask)
     }
 
-    /// Asks a server. The question may have arrived even if there is no answer.
+    /// Sends a request, and waits up to 2 s for the answer.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If the server does not answer. The request may have been carried out.
     pub fn ask(&self, server: &ServerRecord, ask: &Ask) -> Result<Answer, ChannelError> {
         let system = |source| ChannelError::System { address: server.address, source };
         let lost = || Err(system(io::ErrorKind::TimedOut.into()));
@@ -289,11 +299,11 @@ impl Channels {
             return lost();
         }
         let kept = self.free.lock().get_mut(&server.life()).and_then(Vec::pop);
-        let mut channel = match kept.filter(|(used, _)| used.elapsed() < KEPT_TIME) {
+        let mut channel = match kept.filter(|(used, _)| used.elapsed() < REUSE_AGE_MAX) {
             Some((_, channel)) => channel,
             None => {
                 let (channel, _) = connect(server.address, &self.access, Purpose::Questions)?;
-                channel.set_patience(ANSWER_TIME).map_err(system)?;
+                channel.set_timeout(ANSWER_TIMEOUT).map_err(system)?;
                 channel
             }
         };
@@ -306,7 +316,7 @@ impl Channels {
         Ok(answer)
     }
 
-    /// Closes the connections with servers other than these.
+    /// Closes the connections to servers for which `is_alive` returns false.
     pub fn retain(&self, is_alive: impl Fn(Life) -> bool) {
         self.free.lock().retain(|life, _| is_alive(*life));
     }
@@ -322,8 +332,8 @@ mod tests {
         Access { cache: cache.to_owned(), key: ClusterKey([key; 32]), encrypt }
     }
 
-    /// What both ends make of a connection.
-    fn meet(
+    /// Connects two ends; returns the results of both.
+    fn connect_pair(
         near: &Access,
         far: &Access,
         purpose: Purpose,
@@ -337,13 +347,13 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_exchanged() {
+    fn long_messages_are_exchanged() {
         let (near, far) = (access(1, "a", false), access(1, "a", true));
-        let (near, far) = meet(&near, &far, Purpose::Questions);
+        let (near, far) = connect_pair(&near, &far, Purpose::Questions);
         let (mut near, encrypt) = near.unwrap();
         assert!(encrypt, "one end requires it");
         let Accepted::Questions(mut far) = far.unwrap() else { panic!() };
-        // Longer than a record.
+        // Longer than an encrypted record.
         let long = Ask::GiveUp(
             crate::wire::Handover {
                 partition: 1,
@@ -363,11 +373,11 @@ mod tests {
     }
 
     #[test]
-    fn others_are_refused() {
+    fn peers_with_another_key_or_cache_are_refused() {
         let own = access(1, "a", false);
-        let (near, far) = meet(&access(2, "a", false), &own, Purpose::Questions);
+        let (near, far) = connect_pair(&access(2, "a", false), &own, Purpose::Questions);
         assert!(matches!(near, Err(ChannelError::Handshake { .. })) && far.is_err());
-        let (near, far) = meet(&access(1, "b", false), &own, Purpose::Requests);
+        let (near, far) = connect_pair(&access(1, "b", false), &own, Purpose::Requests);
         let text = near.unwrap_err().to_string();
         assert!(text.contains("\"b\"") && far.is_err(), "{text}");
     }

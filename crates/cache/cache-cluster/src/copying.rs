@@ -1,8 +1,9 @@
-//! Copies a partition to another server, first while it is being written and then when it rests.
+//! Copies a partition to another server: first in rounds while it is written, and then, when it is
+//! paused, the remaining bytes.
 //!
-//! What was written to a run of the log does not change before the run is opened again, which its
-//! serial number shows. So each round copies what was written since the round before. When the
-//! partition rests, the rest is copied, and the index.
+//! The written bytes of a run of the log do not change until the run is opened again, which changes
+//! its serial number. So each round copies only the bytes that were appended since the round
+//! before. The index is copied when the partition is paused.
 
 use std::collections::BTreeMap;
 
@@ -14,28 +15,28 @@ use aquifer_cache::store::runs::RunState;
 use aquifer_cache::store::slot::RUN_BYTES;
 
 aquifer_mutation::mutations! {
-    /// Steps of copying that its test leaves out, to see that it notices.
+    /// Steps of copying that the test breaks, to show that it notices.
     pub enum Mutation {
-        /// What was copied of a run counts although the run was opened again.
+        /// Copied bytes of a run still count after the run was opened again.
         IgnoreSerial,
-        /// The entries of runs after the last one in use are kept.
+        /// Entries of runs after the last one in use are not cleared.
         KeepEntries,
-        /// What was written since the last round is not copied.
+        /// Bytes that were written since the last round are not copied.
         SkipRest,
         /// The index is copied without its overflow buckets.
         SkipOverflow,
     }
 }
 
-/// Bytes that are copied by one READ.
+/// Largest number of bytes that one READ copies.
 pub const PIECE_BYTES: usize = 256 << 10;
 
-/// Bytes of the source's memory, and where they are to be in the own memory.
+/// A range of the source's memory, and where it is copied to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
     /// Offset in the source's memory.
     pub from: u64,
-    /// Offset in the own memory.
+    /// Offset in the memory of this server's partition.
     pub to: u64,
     /// Length, at most [`PIECE_BYTES`].
     pub len: u32,
@@ -44,23 +45,23 @@ pub struct Piece {
 /// Why a partition cannot be copied.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum CopyError {
-    /// The source does not answer.
-    #[error("the source of the partition does not answer")]
+    /// A READ of the source's memory failed.
+    #[error("cannot read the memory of the partition's source")]
     Lost,
-    /// The partition does not fit the memory of this server.
-    #[error("the partition has no room on this server")]
+    /// The partition does not fit into the memory or layout of this server.
+    #[error("the partition does not fit into the memory of this server")]
     NoRoom,
-    /// What the source says contradicts itself.
-    #[error("the source's table of runs is damaged")]
+    /// The source's table of runs is inconsistent.
+    #[error("the source's table of runs is inconsistent")]
     Damaged,
 }
 
-/// Reads the memory of the source.
+/// Access to the memory of the source.
 pub trait Source {
-    /// Reads pieces, in order.
+    /// Copies pieces to the memory of this server's partition, in order.
     ///
     /// # Errors
-    /// If the source does not answer.
+    /// If a READ fails.
     fn read(&mut self, pieces: &[Piece]) -> Result<(), CopyError>;
 }
 
@@ -69,11 +70,11 @@ pub trait Source {
 pub struct Copy<'a> {
     partition: &'a Partition,
     from: Layout,
-    /// What was copied of each run that has an entry.
+    /// Copied bytes of each run that has an entry.
     copied: BTreeMap<u32, Copied>,
-    /// How many bytes at the start of each 64 KiB were ever copied to.
+    /// Bytes at the start of each 64 KiB of the log that were ever copied to.
     touched: BTreeMap<u32, usize>,
-    /// The end of the runs of which the table was copied.
+    /// The end of the runs whose entries were copied.
     table_end: u32,
 }
 
@@ -84,24 +85,24 @@ struct Copied {
 }
 
 impl<'a> Copy<'a> {
-    /// Nothing is copied yet. `from` is the layout of the source's memory.
+    /// A copy to `partition` that has not begun. `from` is the layout of the source's memory.
     #[must_use]
     pub fn new(partition: &'a Partition, from: Layout) -> Self {
         Self { partition, from, copied: BTreeMap::new(), touched: BTreeMap::new(), table_end: 1 }
     }
 
-    /// Bytes of memory that the copy has by now, without the index.
+    /// Bytes of memory that the copy uses so far, without the index.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.touched.values().map(|touched| touched.next_multiple_of(PAGE_BYTES) as u64).sum()
     }
 
-    /// Copies what was written since the last round, up to this end of the runs. `reserve` is told
-    /// how many bytes the copy will have, and returns whether there are so many. Returns the bytes
-    /// that were copied.
+    /// Copies the bytes that were written since the last round to runs before `runs_end`. `reserve`
+    /// is called with the bytes of memory that the copy will use, and returns whether they are
+    /// available. Returns the number of copied bytes.
     ///
     /// # Errors
-    /// If the source is lost or damaged, or if there is no memory.
+    /// [`CopyError::Lost`] if a READ fails, [`CopyError::NoRoom`] if the partition does not fit.
     pub fn round(
         &mut self,
         runs_end: u32,
@@ -120,10 +121,11 @@ impl<'a> Copy<'a> {
         Ok(pieces.iter().map(|piece| u64::from(piece.len)).sum())
     }
 
-    /// Copies all that is left of a partition that rests, and returns what is not needed.
+    /// Copies the remaining bytes and the index of a paused partition, and frees memory that was
+    /// copied to and is not needed any more.
     ///
     /// # Errors
-    /// As for [`Self::round`].
+    /// Errors of [`Self::round`].
     pub fn finish(
         &mut self,
         departure: &Departure,
@@ -160,7 +162,7 @@ impl<'a> Copy<'a> {
         Ok(())
     }
 
-    /// Notes what the table says, and returns what is to be copied for that.
+    /// Plans the copy of the bytes that the copied table of runs has and this copy does not.
     fn plan(&mut self, runs_end: u32) -> Vec<Piece> {
         let mut pieces = Vec::new();
         for (run, serial, fill) in runs_with_bytes(self.partition, runs_end) {
@@ -193,7 +195,7 @@ impl<'a> Copy<'a> {
         pieces
     }
 
-    /// Returns the memory that was copied for what is in use no more.
+    /// Frees memory that was copied to and that no run uses any more.
     fn discard_unneeded(&mut self, runs_end: u32) {
         let layout = *self.partition.layout();
         let runs = runs_with_bytes(self.partition, runs_end);
@@ -208,8 +210,8 @@ impl<'a> Copy<'a> {
     }
 }
 
-/// The runs whose bytes are in the memory of a partition, by its table: their numbers, serial
-/// numbers and bytes.
+/// Lists the runs whose bytes are in the memory of a partition, by its table: number, serial number
+/// and bytes of each.
 fn runs_with_bytes(partition: &Partition, runs_end: u32) -> impl Iterator<Item = (u32, u32, usize)> {
     let mut next = 1;
     std::iter::from_fn(move || {
@@ -220,12 +222,13 @@ fn runs_with_bytes(partition: &Partition, runs_end: u32) -> impl Iterator<Item =
             let (serial, fill) = entry.serial_and_fill();
             let is_free = entry.state() == RunState::Free;
             if is_free || runs > runs_end - run || fill > runs as usize * RUN_BYTES {
-                // Or it was changed while it was read; the next round sees what has become of it.
+                // Free, or inconsistent because the entry was changed during the READ: the next
+                // round reads it again.
                 next = run + 1;
                 continue;
             }
             next = run + runs;
-            // What is in the pool does not move.
+            // Runs in the pool are not copied.
             if !entry.state().is_away() {
                 return Some((run, serial, fill));
             }
@@ -234,7 +237,7 @@ fn runs_with_bytes(partition: &Partition, runs_end: u32) -> impl Iterator<Item =
     })
 }
 
-/// Each 64 KiB of a run with so many bytes, and how many bytes it has.
+/// Lists each 64 KiB of a run that has `fill` bytes, with the bytes in it.
 fn parts_of(run: u32, fill: usize) -> impl Iterator<Item = (u32, usize)> {
     let count = u32::try_from(fill.div_ceil(RUN_BYTES)).expect("runs have 32 bits");
     (0..count).map(move |part| (run + part, (fill - part as usize * RUN_BYTES).min(RUN_BYTES)))
@@ -341,7 +344,7 @@ mod tests {
                         for count in 0.. {
                             let number = count * 7919 % 5000 * 2 + thread;
                             let Some(key) = key_in(1, from, number) else { continue };
-                            // Some are longer than a run, and are replaced by short ones.
+                            // Some items are longer than a run, and are replaced by short ones.
                             let len = if count % 97 == 0 { 150_000 } else { count % 300 };
                             let value = format!("{number}-{count}-{}", "x".repeat(len));
                             if !put(from, thread, &key, &value, 100, 0) {
@@ -381,13 +384,13 @@ mod tests {
             assert!(items > 1000, "{items}");
             assert_eq!(to.content().items, items);
             assert_eq!(from.content().items, 0);
-            // What the budget says is what the memory has.
+            // The budget agrees with the allocated memory.
             let pages = allocated(&to.partitions()[1]);
             assert!(to.budget().used().abs_diff(pages) <= 64 * PAGE_BYTES as u64, "{pages}");
         });
     }
 
-    /// Copies a partition between random writes; says what is wrong with the copy.
+    /// Copies a partition between random writes; returns an error if the copy is wrong.
     fn copy_between_writes(seed: u64) -> Result<(), String> {
         let (from, to) = (store(3 << 20), store(8 << 20));
         to.begin_absent();
@@ -402,7 +405,7 @@ mod tests {
         let (source, target) = (&from.partitions()[1], &to.partitions()[1]);
         let (mut local, mut copy) = (Local::new(source, target), Copy::new(target, *source.layout()));
         for count in 0..8000 {
-            // Some are longer than a run, and are replaced by short ones.
+            // Some items are longer than a run, and are replaced by short ones.
             let len = if next(200) == 0 { 100_000 } else { next(2000) };
             let (number, now_s) = (next(keys.len()), 10 + count / 100);
             put(&from, 0, &keys[number], &format!("{count}:{}", "x".repeat(len)), now_s, 0);
@@ -413,7 +416,7 @@ mod tests {
         }
         let now_s = 100;
         if seed % 2 == 1 {
-            // Most runs at the end are free when the partition rests.
+            // Most runs at the end are free when the partition is paused.
             for key in &keys[1..] {
                 let pin = from.pin(0);
                 from.update(&pin, from.key(key.as_bytes()), now_s, |_| Change::Remove).unwrap();
@@ -499,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn a_partition_stays_if_there_is_no_room() {
+    fn a_source_serves_again_if_the_target_has_no_room() {
         let (from, to) = (store(64 << 20), store(1 << 20));
         to.begin_absent();
         let keys: Vec<String> = (0..40_000).filter_map(|number| key_in(0, &from, number)).collect();

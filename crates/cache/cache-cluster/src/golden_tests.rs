@@ -1,4 +1,4 @@
-//! The JSON of records and messages.
+//! Golden tests of the JSON of records and messages.
 
 use aquifer_cache::store::hash::HashSecret;
 use aquifer_cache::store::index::IndexState;

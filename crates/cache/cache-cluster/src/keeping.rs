@@ -1,8 +1,8 @@
 //! Partitions that outlive their server: the machine's keeper holds their memory until the next
 //! server of the cache starts there.
 //!
-//! That server adopts a partition only if the directory still has the record of the server that has
-//! ended: then no server has had the partition since, and nothing in the memory is stale.
+//! The next server adopts a partition only if its record in the directory is still that of the
+//! ended server: then no server has had the partition since, and no item in the memory is stale.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -24,16 +24,17 @@ use crate::records::{Claim, Registry};
 
 /// Mask of the partition's number in the number of an item.
 const PARTITION_MASK: u64 = u16::MAX as u64;
-/// Partitions that are claimed at a time: another server may claim some of them, too.
-const CLAIMS: usize = 8;
-/// Pause before partitions are claimed again whose last owner still lives, as the directory says.
-const CLAIM_PAUSE: Duration = Duration::from_millis(100);
-/// Longest time for a partition that is still being received when the server ends.
-const RECEIVE_MAX: Duration = Duration::from_secs(10);
-/// Pause before that is looked at again.
-const RECEIVE_PAUSE: Duration = Duration::from_millis(10);
+/// Partitions that one transaction claims. Small, because a conflict with another server over one
+/// of them fails it.
+const CLAIMS_MAX: usize = 8;
+/// Interval between attempts to claim partitions whose last owner still has a lease.
+const CLAIM_RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// Time for which a server that stops waits for the end of incoming hand-overs.
+const INCOMING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval at which the end of incoming hand-overs is polled.
+const INCOMING_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The directory's records of partitions, by their numbers.
+/// The directory's records of partitions, by the partitions' numbers.
 pub type Records = BTreeMap<usize, SegmentRecord>;
 
 /// The keeper's record of a partition.
@@ -46,17 +47,17 @@ pub(crate) struct KeptRecord {
     pub partition: SegmentRecord,
 }
 
-/// The number of the item of a partition.
+/// Returns the number of a partition's item in the keeper.
 pub(crate) const fn item_number(cache: u64, partition: usize) -> u64 {
     cache & !PARTITION_MASK | partition as u64 & PARTITION_MASK
 }
 
-/// The partitions of a cache that the keeper holds when a server starts.
+/// Partitions of a cache that the keeper holds when a server starts.
 #[derive(Debug)]
 pub(crate) struct Kept {
     client: KeeperClient,
     cache: u64,
-    /// The records of the servers that have ended.
+    /// Records of the partitions, from the servers that have ended.
     pub records: Records,
 }
 
@@ -72,15 +73,19 @@ fn connect(keeper: &Path, cache: u64) -> Option<(KeeperClient, Vec<RestoredItem>
             tracing::debug!(keeper = %keeper.display(), "no keeper: partitions do not outlive this server");
         }
         _ => {
-            tracing::warn!(%error, keeper = %keeper.display(), "partitions do not outlive this server");
+            tracing::warn!(
+                %error,
+                keeper = %keeper.display(),
+                "cannot connect to the keeper: partitions do not outlive this server"
+            );
         }
     });
     connected.ok()
 }
 
 impl Kept {
-    /// The partitions of a cache that the keeper holds, and their memory. It holds them until
-    /// [`Self::release`].
+    /// Returns the partitions of a cache that the keeper holds, and their memory. The keeper still
+    /// holds them until [`Self::release`].
     pub fn restore(keeper: &Path, cache: u64) -> Option<(Self, BTreeMap<usize, OwnedFd>)> {
         let (client, items) = connect(keeper, cache)?;
         let (mut memories, mut records) = (BTreeMap::new(), Records::new());
@@ -97,7 +102,7 @@ impl Kept {
         Some((Self { client, cache, records }, memories))
     }
 
-    /// Has the keeper release all partitions of the cache.
+    /// Releases all partitions of the cache from the keeper.
     pub fn release(self) {
         for partition in self.records.keys() {
             self.client.release(HeldKind::Partition, item_number(self.cache, *partition));
@@ -105,7 +110,7 @@ impl Kept {
     }
 }
 
-/// Has the keeper hold partitions for the next server.
+/// Stores the memory and records of partitions in the keeper, for the next server.
 pub(crate) fn hold(keeper: &Path, cache: u64, memories: BTreeMap<usize, OwnedFd>, records: &Records) {
     if memories.is_empty() {
         return;
@@ -121,36 +126,36 @@ pub(crate) fn hold(keeper: &Path, cache: u64, memories: BTreeMap<usize, OwnedFd>
         let item = HeldItem { kind: HeldKind::Partition, id, pid: 0, uid: 0, record };
         match client.hold(&item, &[memory.as_fd()]) {
             Ok(()) => count += 1,
-            Err(error) => tracing::warn!(%error, partition, "a partition is not kept"),
+            Err(error) => tracing::warn!(%error, partition, "cannot store a partition in the keeper"),
         }
     }
     tracing::info!(count, "the keeper holds partitions for the next server");
 }
 
 impl Member {
-    /// The records of the partitions that this server owns and does not hand over. Hand-overs no
-    /// longer begin when the server stops; this waits for those to this server to end. `None` if
-    /// one does not.
+    /// Returns the records of the partitions that this server owns and does not hand over. Must be
+    /// called when the server stops, so that no hand-over begins. Waits for the end of incoming
+    /// hand-overs, and returns `None` if one does not end within 10 s.
     pub(crate) fn records_at_end(&self) -> Option<Records> {
-        let deadline = Instant::now() + RECEIVE_MAX;
-        while self.seats.iter().any(|seat| seat.lock().receiving.is_some()) {
+        let deadline = Instant::now() + INCOMING_TIMEOUT;
+        while self.slots.iter().any(|slot| slot.lock().incoming.is_some()) {
             if Instant::now() >= deadline {
-                tracing::warn!("a partition is still being received: the keeper holds none");
+                tracing::warn!("an incoming hand-over has not ended within 10 s: no partition is kept");
                 return None;
             }
-            std::thread::sleep(RECEIVE_PAUSE);
+            std::thread::sleep(INCOMING_POLL_INTERVAL);
         }
         Some(
-            self.seats
+            self.slots
                 .iter()
                 .enumerate()
-                .filter_map(|(partition, seat)| Some((partition, seat.lock().settled_record()?)))
+                .filter_map(|(partition, slot)| Some((partition, slot.lock().owned_record()?)))
                 .collect(),
         )
     }
 
-    /// Serves the partitions of which the store has adopted the memory, if no server has had them
-    /// since. Forgets the others.
+    /// Serves the partitions whose memory the store has adopted, if no server has had them since.
+    /// Forgets the others.
     pub(crate) fn resume(&self, kept: &Records) {
         let adopted = self.server().store().adopted();
         let mut pending: Records = kept
@@ -173,18 +178,18 @@ impl Member {
                 break;
             }
             // The lease of the last owner has not ended yet, or the directory does not answer.
-            std::thread::sleep(CLAIM_PAUSE);
+            std::thread::sleep(CLAIM_RETRY_INTERVAL);
         }
         pending.keys().for_each(|partition| self.forget(*partition, Presence::Unknown));
         self.server().wake();
-        tracing::info!(resumed, of = count, "partitions continue with the items of an earlier server");
+        tracing::info!(resumed, of = count, "resumed partitions with the items of an earlier server");
     }
 
-    /// Tries once to claim kept partitions again. Serves those that were claimed, and forgets those
-    /// that another server has had since. Returns how many are served.
+    /// Tries once to claim kept partitions. Serves those that were claimed, and forgets those that
+    /// another server has had since. Returns how many are served.
     ///
     /// # Errors
-    /// Those of the directory. Then some are still pending.
+    /// Errors of the directory. Then some partitions are still pending.
     pub(crate) fn resume_kept(&self, pending: &mut Records) -> Result<usize, DirectoryError> {
         let mut resumed = 0;
         claim_again(&self.registry, self.life(), pending, |partition, generation| match generation {
@@ -198,20 +203,23 @@ impl Member {
     }
 
     fn serve_kept(&self, partition: usize, generation: u64) {
-        let mut state = self.seats[partition].lock();
+        let mut state = self.slots[partition].lock();
         state.holder = Holder::owner(self.life(), generation);
         state.record = Some(SegmentRecord::new(self.life(), generation));
         self.server().store().resume(partition, generation);
     }
 }
 
-/// Claims partitions whose items this server has although an earlier lease of theirs has ended.
-/// `pending` has their records at that time. Removes from it, and passes to `decided`, each
-/// partition that was claimed, with its generation, and each that another server has had since,
+/// Claims partitions whose items this server has from an earlier lease, its own or another
+/// server's.
+///
+/// `pending` has their records under that lease. A partition is removed from it and passed to
+/// `decided` once it was claimed, with its new generation, or once another server has had it since,
 /// with `None`.
 ///
 /// # Errors
-/// Those of the directory. What is still pending may have been claimed: another call finds out.
+/// Errors of the directory. A partition that is still pending may have been claimed: another call
+/// finds that out.
 pub fn claim_again(
     registry: &Registry,
     own: Life,
@@ -222,7 +230,7 @@ pub fn claim_again(
         .iter()
         .map(|(partition, record)| Claim { partition: *partition, record: Some(record.clone()) })
         .collect();
-    for claims in claims.chunks(CLAIMS) {
+    for claims in claims.chunks(CLAIMS_MAX) {
         for (partition, generation) in registry.claim(own, claims)? {
             pending.remove(&partition);
             decided(partition, Some(generation));
@@ -231,7 +239,7 @@ pub fn claim_again(
     for (partition, expected) in pending.clone() {
         let generation = match registry.observe(partition, None)? {
             Some((record, _)) if record == expected => continue,
-            // It was claimed although the answer was lost.
+            // The partition was claimed, and the answer was lost.
             Some((record, _)) if record == SegmentRecord::new(own, expected.generation + 2) => {
                 Some(record.generation)
             }

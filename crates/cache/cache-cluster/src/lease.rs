@@ -1,4 +1,4 @@
-//! The lease of a server, and how long it lasts for sure.
+//! The lease of a server, and the time until which it is known to last.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,22 +8,21 @@ use std::time::{Duration, Instant};
 use aquifer_channel::boot_time::BootInstant;
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
 
-/// The time after which a server that says nothing is taken for dead. Its partitions begin anew
-/// elsewhere then.
+/// Lifetime of a server's lease without a keep-alive. When it has ended, other servers may claim
+/// its partitions.
 pub const LEASE_TTL: Duration = Duration::from_secs(3);
-/// Default time for which partitions of a server whose lease has ended are left to it.
+/// Default time after the end of a server's lease for which others do not claim its partitions.
 pub const RETURN_TIME: Duration = Duration::from_millis(1500);
 /// Interval between keep-alives.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(500);
-/// The server serves no partition when the lease may end so soon: the clock of the directory may be
-/// faster.
-const MARGIN: Duration = Duration::from_millis(300);
+/// Time before the end of the lease from which a server serves no partition, because the clock of
+/// the directory may be faster.
+const CLOCK_MARGIN: Duration = Duration::from_millis(300);
 
-/// The time at which a server ends serving, because its lease may have ended: by a clock that runs
-/// while the machine is suspended.
+/// The time until which a server may serve, because its lease is known to last.
 #[derive(Debug)]
 pub struct ServingDeadline {
-    /// In milliseconds since the machine was started.
+    /// Deadline in milliseconds since boot, by a clock that runs while the machine is suspended.
     deadline_ms: AtomicU64,
 }
 
@@ -38,13 +37,13 @@ impl ServingDeadline {
         Self { deadline_ms: AtomicU64::new(0) }
     }
 
-    /// Whether the server may serve at this moment.
+    /// Whether the server may serve now.
     #[must_use]
     pub fn is_ahead(&self) -> bool {
         self.is_ahead_at(BootInstant::now())
     }
 
-    /// Whether the server may serve at a moment.
+    /// Whether the server may serve at the time `now`.
     #[must_use]
     pub fn is_ahead_at(&self, now: BootInstant) -> bool {
         ms(now.since_start()) < self.deadline_ms.load(Ordering::Acquire)
@@ -52,10 +51,10 @@ impl ServingDeadline {
 
     /// Renews the deadline after a grant or keep-alive that has succeeded and was sent at `sent`.
     pub fn renew(&self, sent: BootInstant) {
-        self.deadline_ms.store(ms((sent + (LEASE_TTL - MARGIN)).since_start()), Ordering::Release);
+        self.deadline_ms.store(ms((sent + (LEASE_TTL - CLOCK_MARGIN)).since_start()), Ordering::Release);
     }
 
-    /// Ends serving at once.
+    /// Sets the deadline to the past: the server serves nothing from now on.
     pub fn end(&self) {
         self.deadline_ms.store(0, Ordering::Release);
     }
@@ -65,7 +64,7 @@ impl ServingDeadline {
 /// ended.
 ///
 /// # Errors
-/// Those of the directory: [`DirectoryError::LeaseGone`] if the lease has ended.
+/// Errors of the directory: [`DirectoryError::LeaseGone`] if the lease has ended.
 pub fn keep_alive(
     directory: &dyn Directory,
     lease: Lease,
@@ -92,10 +91,10 @@ pub struct KeptLease {
 }
 
 impl KeptLease {
-    /// Grants a lease, and renews the deadline as long as it lasts.
+    /// Gets a lease from the directory, and keeps it alive in a thread that renews `deadline`.
     ///
     /// # Errors
-    /// Those of the directory, or if no thread can be started.
+    /// Errors of the directory, or if the thread cannot be started.
     pub fn grant(
         directory: &Arc<dyn Directory>,
         deadline: &Arc<ServingDeadline>,
@@ -127,18 +126,18 @@ impl KeptLease {
         self.lease
     }
 
-    /// Whether the lease has ended. The server has nothing any more.
+    /// Whether the lease has ended: the server owns no partition any more.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.is_lost.load(Ordering::Acquire)
     }
 
-    /// Ends the lease.
+    /// Stops the keep-alives and revokes the lease.
     pub fn end(self) {
         self.stops.store(true, Ordering::Release);
         self.thread.thread().unpark();
         if self.thread.join().is_err() {
-            tracing::error!("the thread that kept the lease alive has panicked");
+            tracing::error!("the thread of lease keep-alives panicked");
         }
         if let Err(error) = self.directory.lease_revoke(self.lease.id) {
             tracing::debug!(%error, "revoking the lease failed; it expires by itself");
@@ -164,16 +163,16 @@ impl KeepAlives {
                 Err(DirectoryError::LeaseGone(_)) => {
                     if !self.stops.load(Ordering::Acquire) {
                         tracing::error!(
-                            "the lease has ended; this server serves no partition until it has joined again"
+                            "lease of this server ended; serving no partition until it has joined again"
                         );
                     }
-                    // From now on the next lease may renew the deadline.
+                    // Last, because from now on the next lease may renew the deadline.
                     self.is_lost.store(true, Ordering::Release);
                     return;
                 }
                 Err(error) => {
                     if let Some(failures) = failures.record(Instant::now()) {
-                        tracing::warn!(%error, failures, "the lease cannot be kept alive");
+                        tracing::warn!(%error, failures, "lease keep-alive failed; retrying every 500 ms");
                     }
                 }
             }

@@ -1,24 +1,26 @@
 //! Servers of [`aquifer_cache`] that are one cache: any server answers for any key, and partitions
 //! move between servers under full load (RaMP, section 5).
 //!
-//! - [`records`]: which servers there are and which has a partition, in the directory. [`lease`]:
-//!   how long a server may serve.
-//! - [`wire`] and [`channel`]: what servers ask each other. [`memories`] and [`copying`]: how the
-//!   memory of a partition gets to another server.
-//! - `member`: what the threads of a server share. `giving`, `receiving`: the two sides of a
-//!   hand-over, whose decisions are those of [`aquifer_ownership`].
-//! - `watching`: follows the directory, and claims partitions that no server has.
-//! - `keeping`: partitions that outlive a server, because the machine's keeper holds them.
-//! - [`placement`]: which server is to have a partition. `balancing`: has them moved.
+//! - [`records`]: the servers and the owners of partitions, in the directory. [`lease`]: the time
+//!   until which a server may serve.
+//! - [`wire`] and [`channel`]: messages between servers. [`memories`] and [`copying`]: the copy of
+//!   a partition's memory to another server.
+//! - `member`: state that the threads of a server share. `handover_source`, `handover_target`: the
+//!   two sides of a hand-over, whose decisions are those of [`aquifer_ownership`].
+//! - `watching`: follows the directory. [`lost`]: partitions that no server owns, which `watching`
+//!   claims.
+//! - [`keeping`]: partitions that outlive a server, because the machine's keeper holds them.
+//! - [`placement`]: plans the owners of partitions. `balancing`: moves them.
 
 #![forbid(unsafe_code)]
 
 mod balancing;
 pub mod channel;
 pub mod copying;
-mod giving;
 #[cfg(test)]
 mod golden_tests;
+mod handover_source;
+mod handover_target;
 pub mod keeping;
 pub mod lease;
 mod load;
@@ -27,7 +29,6 @@ mod member;
 pub mod memories;
 mod peers;
 pub mod placement;
-mod receiving;
 pub mod records;
 mod watching;
 pub mod wire;
@@ -53,7 +54,7 @@ use self::keeping::{Kept, Records};
 use self::lease::{KeptLease, ServingDeadline};
 use self::load::Loads;
 use self::lost::LostPartitions;
-use self::member::{Member, seats};
+use self::member::{Member, slots};
 use self::memories::Memories;
 use self::peers::PeerConnector;
 use self::records::{CacheSettings, JoinError, Registry, ServerRecord};
@@ -66,36 +67,36 @@ pub struct ClusterOptions {
     pub name: String,
     /// The directory.
     pub directory: Arc<dyn Directory>,
-    /// The key that all servers hold.
+    /// The cluster key, which all servers hold.
     pub key: ClusterKey,
     /// Whether this server requires that its traffic with others is encrypted.
     pub encrypt: bool,
-    /// Where other servers reach this one, with port 0 for any.
+    /// Address on which this server listens for other servers; port 0 stands for any.
     pub listen: SocketAddr,
-    /// The address at which they do, if it is another one.
+    /// Address by which other servers connect to this one, if it differs from that of `listen`.
     pub advertise: Option<IpAddr>,
-    /// The path of the socket for servers of this machine.
+    /// Path of the socket at which servers of this machine read the memory of partitions that move.
     pub memory_socket: PathBuf,
-    /// The socket of the machine's keeper. It holds what this server cannot give to others when it
-    /// ends, for the next one.
+    /// Socket of the machine's keeper. When this server stops, the keeper holds the partitions that
+    /// were not handed over, for the next server.
     pub keeper: Option<PathBuf>,
-    /// Time for which partitions of a server whose lease has ended are left to it: if the directory
-    /// was away, or the server was stopped for a moment, it joins again with its items.
+    /// Time after the end of a server's lease for which others do not claim its partitions. If the
+    /// directory was unavailable or the server was suspended, it joins again with its items.
     pub return_time: Duration,
-    /// What loses messages, in tests.
+    /// Fault injection, in tests.
     pub interference: Option<Arc<dyn Interference>>,
 }
 
 /// Why a server of the cluster cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// It cannot join.
+    /// The server cannot join the cache.
     #[error(transparent)]
     Join(#[from] JoinError),
-    /// The system refuses.
+    /// A system call failed.
     #[error("{what}: {source}")]
     System {
-        /// What was attempted.
+        /// The failed operation.
         what: &'static str,
         /// The error of the system.
         source: io::Error,
@@ -105,18 +106,18 @@ pub enum StartError {
     Memory(#[from] TargetError),
 }
 
-/// The partitions of a server.
+/// Counts of a server's partitions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ClusterCounts {
     /// Partitions that are here.
     pub here: usize,
-    /// Partitions that were given to other servers.
+    /// Partitions that were handed over to other servers.
     pub given: u64,
     /// Partitions that were received from other servers.
     pub received: u64,
 }
 
-/// A server of the cluster that runs.
+/// A running server of the cluster.
 #[derive(Debug)]
 pub struct ClusterServer {
     server: Server,
@@ -128,16 +129,17 @@ pub struct ClusterServer {
 }
 
 impl ClusterServer {
-    /// Starts a server and joins the cache. The server gets partitions soon.
+    /// Starts a server and joins the cache. The server claims or receives partitions later, in its
+    /// threads.
     ///
     /// # Errors
-    /// If it cannot join, or the system refuses.
+    /// [`StartError`], for each of its causes.
     pub fn start(mut options: ServerOptions, cluster: ClusterOptions) -> Result<Self, StartError> {
         let system = |what| move |source| StartError::System { what, source };
         let registry = Registry::new(Arc::clone(&cluster.directory), &cluster.name);
         let StoreOptions { partitions, has_cas, limit, .. } = options.store;
-        let id = random_id().map_err(system("no random numbers"))?;
-        let hash_secret = HashSecret::random().map_err(system("no random numbers"))?;
+        let id = random_id().map_err(system("cannot get random numbers"))?;
+        let hash_secret = HashSecret::random().map_err(system("cannot get random numbers"))?;
         let settings = registry.join(&CacheSettings { partitions, has_cas, id, hash_secret })?;
         options.store.hasher = KeyHasher::new(settings.hash_secret);
         let listener =
@@ -182,7 +184,7 @@ impl ClusterServer {
             channels: Channels::new(access, cluster.interference),
             memories,
             serving_deadline,
-            seats: seats(partitions, own.life()),
+            slots: slots(partitions, own.life()),
             servers: RwLock::new(BTreeMap::from([(own.server, own.clone())])),
             own: RwLock::new(own),
             loads: Loads::new(partitions),
@@ -209,18 +211,18 @@ impl ClusterServer {
             kept: Records::new(),
         };
         let (for_peers, for_balance) = (Arc::clone(&member), Arc::clone(&member));
-        let for_settling = Arc::clone(&member);
+        let for_resolving = Arc::clone(&member);
         let threads = vec![
             spawn("cache-watch", Box::new(move || watcher.run()))?,
             spawn("cache-peers", Box::new(move || peers::serve(&for_peers, &listener)))?,
-            spawn("cache-settle", Box::new(move || for_settling.settle_all()))?,
+            spawn("cache-resolve", Box::new(move || for_resolving.resolve_all()))?,
             spawn("cache-balance", Box::new(move || for_balance.balance()))?,
         ];
         let keeper = cluster.keeper.map(|keeper| (keeper, settings.id));
         Ok(Self { server, member, address, threads, keeper })
     }
 
-    /// What other threads of the process use of the server.
+    /// A handle by which other threads of the process use the server.
     #[must_use]
     pub fn handle(&self) -> ServerHandle {
         self.server.handle()
@@ -232,14 +234,13 @@ impl ClusterServer {
         self.member.life().host
     }
 
-    /// Where other servers reach it.
+    /// The address on which the server listens for other servers.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Partitions that are on this server, those that were given to others, and those that were
-    /// received from others.
+    /// Counts of the partitions that are here, handed over, and received.
     #[must_use]
     pub fn partitions(&self) -> ClusterCounts {
         let member = Arc::clone(&self.member);
@@ -251,22 +252,23 @@ impl ClusterServer {
         }
     }
 
-    /// Gives all partitions to other servers, as far as there are such and as it is possible within
-    /// this time. Returns how many are left.
-    pub fn drain(&self, time: Duration) -> usize {
-        self.member.give_all(time)
+    /// Hands partitions over to other servers until none is left, no other server can have them, or
+    /// `timeout` has passed. Returns how many are left.
+    pub fn drain(&self, timeout: Duration) -> usize {
+        self.member.drain_partitions(timeout)
     }
 
-    /// Ends the server. Partitions that it still has begin anew on other servers, or go on here if
-    /// there are none and a keeper runs.
+    /// Stops the server. If a keeper runs, it holds the memory of the partitions that are left, for
+    /// the next server of this machine. Partitions that another server claims before begin without
+    /// items.
     pub fn stop(self) {
         self.member.stops.store(true, Ordering::Release);
-        // The thread that accepts looks at the flag when it has accepted.
+        // Wakes the thread that accepts connections: it checks the flag for each connection.
         let _awake = TcpStream::connect(self.address);
         for thread in self.threads {
             thread.thread().unpark();
             if thread.join().is_err() {
-                tracing::error!("a thread of the cluster has panicked");
+                tracing::error!("a thread of the cache cluster panicked");
             }
         }
         let records = self.keeper.as_ref().and_then(|_| self.member.records_at_end());
@@ -279,7 +281,7 @@ impl ClusterServer {
     }
 }
 
-/// A random number other than 0.
+/// Returns a random number other than 0.
 fn random_id() -> io::Result<u64> {
     let mut bytes = [0; 8];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;

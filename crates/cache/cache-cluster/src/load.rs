@@ -1,11 +1,11 @@
-//! How much each partition is used.
+//! Rates of requests to each partition.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// The rate follows the load with this time constant.
-const MEMORY: Duration = Duration::from_secs(2);
+/// Time constant of the exponential moving average of a rate.
+const TIME_CONSTANT: Duration = Duration::from_secs(2);
 
 /// Requests per second of each partition, averaged over the last seconds.
 #[derive(Debug)]
@@ -24,15 +24,15 @@ impl Loads {
         Self(Mutex::new(state))
     }
 
-    /// Notes how many requests each partition has had by now.
+    /// Updates the rates from the numbers of requests that each partition has had by `now`.
     #[expect(clippy::cast_precision_loss, reason = "the numbers are far below 2^52")]
-    pub fn note(&self, counts: &[u64], now: Instant) {
+    pub fn update(&self, counts: &[u64], now: Instant) {
         let mut state = self.0.lock();
         let passed = now.saturating_duration_since(state.at).as_secs_f64();
         if passed <= 0.0 {
             return;
         }
-        let weight = 1.0 - (-passed / MEMORY.as_secs_f64()).exp();
+        let weight = 1.0 - (-passed / TIME_CONSTANT.as_secs_f64()).exp();
         let State { counted, rates, at } = &mut *state;
         for ((count, counted), rate) in counts.iter().zip(counted).zip(rates) {
             let current = count.saturating_sub(*counted) as f64 / passed;
@@ -42,12 +42,12 @@ impl Loads {
         *at = now;
     }
 
-    /// Sets the rate of a partition that has come.
+    /// Sets the rate of a partition that this server has received, in requests per second.
     pub fn set(&self, partition: usize, rate: f64) {
         self.0.lock().rates[partition] = rate.clamp(0.0, 1e12);
     }
 
-    /// The rate of a partition.
+    /// The rate of a partition, in requests per second.
     pub fn rate(&self, partition: usize) -> f64 {
         self.0.lock().rates[partition]
     }
@@ -62,10 +62,10 @@ mod tests {
         let loads = Loads::new(2);
         let start = Instant::now();
         for second in 1..=30_u32 {
-            loads.note(&[u64::from(second) * 1000, 0], start + Duration::from_secs(u64::from(second)));
+            loads.update(&[u64::from(second) * 1000, 0], start + Duration::from_secs(u64::from(second)));
         }
         assert!((990.0..=1010.0).contains(&loads.rate(0)), "{}", loads.rate(0));
-        loads.note(&[30_000, 0], start + Duration::from_secs(40));
+        loads.update(&[30_000, 0], start + Duration::from_secs(40));
         assert!(loads.rate(0) < 10.0 && loads.rate(1).abs() < 0.1);
     }
 }

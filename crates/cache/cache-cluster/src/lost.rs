@@ -1,4 +1,4 @@
-//! Partitions that no server has, and when this server claims them. Pure: the caller reads the
+//! Partitions that no server owns, and when this server claims them. Pure: the caller reads the
 //! clock and the directory.
 
 use std::collections::BTreeMap;
@@ -9,11 +9,10 @@ use aquifer_ownership::{Life, SegmentRecord};
 use crate::placement;
 use crate::records::{Claim, ServerRecord};
 
-/// Time for which a partition is left to the server that is to claim it. Later, any server claims
-/// it.
-const CLAIM_TIME: Duration = Duration::from_secs(1);
+/// Time after which any server claims a partition that its claimant has not claimed.
+const CLAIM_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The servers of a cache, as this one has read them.
+/// The servers of a cache, as server `own` has read them from the directory.
 #[derive(Debug)]
 pub struct ServerView<'a> {
     own: Life,
@@ -29,14 +28,14 @@ impl<'a> ServerView<'a> {
         Self { own, servers, claimants }
     }
 
-    /// Whether a server has a lease.
+    /// Whether the lease of a server lasts, by these records.
     #[must_use]
     pub fn lives(&self, life: Life) -> bool {
         self.servers.get(&life.host).is_some_and(|server| server.epoch == life.epoch)
     }
 }
 
-/// The partitions that no server has, with the times since when this server has seen them so.
+/// Partitions that no server owns, with the times at which this server has noticed that.
 #[derive(Debug)]
 pub struct LostPartitions {
     since: BTreeMap<usize, Instant>,
@@ -44,25 +43,25 @@ pub struct LostPartitions {
 }
 
 impl LostPartitions {
-    /// Starts without any. `return_time` is how long the partitions of a server whose lease has
-    /// ended are left to it: it joins again with their items if it still runs.
+    /// An empty set. Partitions of a server whose lease has ended are not claimed for
+    /// `return_time`: the server may still run, and join again with their items.
     #[must_use]
     pub fn new(return_time: Duration) -> Self {
         Self { since: BTreeMap::new(), return_time }
     }
 
-    /// Removes a partition that this server has or receives.
+    /// Removes a partition that this server owns or receives.
     pub fn remove(&mut self, partition: usize) {
         self.since.remove(&partition);
     }
 
-    /// Removes all: this server has a new lease.
+    /// Removes all partitions. Must be called when this server has a new lease.
     pub fn clear(&mut self) {
         self.since.clear();
     }
 
-    /// Takes the record of a partition that this server has not. Returns the claim if this server
-    /// is to claim the partition now.
+    /// Applies the record of a partition that this server does not own. Returns a claim if this
+    /// server claims the partition now.
     pub fn next_claim(
         &mut self,
         partition: usize,
@@ -80,8 +79,8 @@ impl LostPartitions {
         if lost_for < return_time {
             return None;
         }
-        let is_late = lost_for > return_time + CLAIM_TIME;
-        placement::is_to_claim((partition, record), view.own, is_late, &view.claimants)
+        let is_late = lost_for > return_time + CLAIM_TIMEOUT;
+        placement::should_claim((partition, record), view.own, is_late, &view.claimants)
             .then(|| Claim { partition, record: record.cloned() })
     }
 }

@@ -1,4 +1,4 @@
-//! What the threads of a server of the cluster share.
+//! State that the threads of a server of the cluster share.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use crate::memories::{Memories, Offered};
 use crate::records::{Registry, ServerRecord};
 use crate::wire::{Answer, Ask, Handover};
 
-/// Interval at which hand-overs are looked after whose outcome is unknown.
+/// Interval at which hand-overs with an unknown outcome are checked.
 const TICK: Duration = Duration::from_millis(100);
 
 /// A server of the cluster.
@@ -30,11 +30,11 @@ pub struct Member {
     pub(crate) channels: Channels,
     pub(crate) memories: Memories,
     pub(crate) serving_deadline: Arc<ServingDeadline>,
-    /// This server, for the time of its lease.
+    /// The record of this server under its current lease.
     pub(crate) own: RwLock<ServerRecord>,
-    /// All servers, as the directory says.
+    /// Records of all servers, as last read from the directory.
     pub(crate) servers: RwLock<BTreeMap<u16, ServerRecord>>,
-    pub(crate) seats: Box<[Seat]>,
+    pub(crate) slots: Box<[PartitionSlot]>,
     pub(crate) loads: Loads,
     pub(crate) drains: AtomicBool,
     pub(crate) stops: AtomicBool,
@@ -44,60 +44,60 @@ pub struct Member {
     pub(crate) received: AtomicU64,
 }
 
-/// A partition as this server sees it.
+/// A partition of the cache as this server knows it, owned or not.
 #[derive(Debug)]
-pub(crate) struct Seat {
-    pub state: Mutex<SeatState>,
-    /// Something about a hand-over has changed.
+pub(crate) struct PartitionSlot {
+    pub state: Mutex<PartitionState>,
+    /// Notified when the state of a hand-over changes.
     pub changed: Condvar,
 }
 
-/// What a [`Seat`] has.
+/// State of a [`PartitionSlot`].
 #[derive(Debug)]
-pub(crate) struct SeatState {
+pub(crate) struct PartitionState {
     pub holder: Holder,
-    /// The record, as the directory said last.
+    /// The partition's record, as last read from the directory.
     pub record: Option<SegmentRecord>,
-    /// The partition is being given to another server.
-    pub giving: Option<Giving>,
-    /// The partition is being received.
-    pub receiving: Option<Handover>,
-    /// How the last hand-over from this server ended.
-    pub ended: Option<Result<(), String>>,
+    /// The hand-over from this server that is in progress.
+    pub outgoing: Option<OutgoingHandover>,
+    /// The hand-over to this server that is in progress.
+    pub incoming: Option<Handover>,
+    /// Outcome of the last hand-over from this server.
+    pub outcome: Option<Result<(), String>>,
 }
 
 /// A hand-over from this server.
 #[derive(Debug)]
-pub(crate) struct Giving {
+pub(crate) struct OutgoingHandover {
     pub handover: Handover,
     pub offered: Option<Offered>,
-    /// When the target was heard last.
-    pub heard: Instant,
-    /// Requests wait, and no thread changes the partition.
-    pub rests: bool,
-    /// Why the target gives up.
-    pub why: Option<String>,
+    /// The time of the target's last request.
+    pub last_request: Instant,
+    /// Whether the partition is paused: requests wait, and no thread changes it.
+    pub is_paused: bool,
+    /// The reason, once the hand-over is to be aborted.
+    pub abort_reason: Option<String>,
 }
 
-impl Seat {
+impl PartitionSlot {
     fn new(own: Life) -> Self {
-        Self { state: Mutex::new(SeatState::new(own)), changed: Condvar::new() }
+        Self { state: Mutex::new(PartitionState::new(own)), changed: Condvar::new() }
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, SeatState> {
+    pub fn lock(&self) -> MutexGuard<'_, PartitionState> {
         self.state.lock()
     }
 }
 
-impl SeatState {
+impl PartitionState {
     pub fn new(own: Life) -> Self {
-        Self { holder: Holder::absent(own), record: None, giving: None, receiving: None, ended: None }
+        Self { holder: Holder::absent(own), record: None, outgoing: None, incoming: None, outcome: None }
     }
 
-    /// The directory's record, if this server owns the partition and does not hand it over.
-    pub fn settled_record(&self) -> Option<SegmentRecord> {
+    /// Returns the directory's record if this server owns the partition and does not hand it over.
+    pub fn owned_record(&self) -> Option<SegmentRecord> {
         match self.holder.holding() {
-            Holding::Owned { generation, stage: Stage::Settled } if self.giving.is_none() => {
+            Holding::Owned { generation, stage: Stage::Settled } if self.outgoing.is_none() => {
                 Some(SegmentRecord::new(self.holder.own(), generation))
             }
             _ => None,
@@ -105,13 +105,13 @@ impl SeatState {
     }
 }
 
-/// The seats of a server, for the time of a lease.
-pub(crate) fn seats(partitions: usize, own: Life) -> Box<[Seat]> {
-    (0..partitions).map(|_| Seat::new(own)).collect()
+/// Returns the slots of a server that owns no partition, under the lease of `own`.
+pub(crate) fn slots(partitions: usize, own: Life) -> Box<[PartitionSlot]> {
+    (0..partitions).map(|_| PartitionSlot::new(own)).collect()
 }
 
 pub(crate) fn warn_of_directory(error: &DirectoryError) {
-    tracing::warn!(%error, "the directory does not answer");
+    tracing::warn!(%error, "a request to the directory failed");
 }
 
 impl Member {
@@ -127,7 +127,7 @@ impl Member {
         self.own.read().clone()
     }
 
-    /// The record of a server whose lease lasts, as far as is known.
+    /// Returns the record of server `life`, unless its lease is known to have ended.
     pub(crate) fn server_of(&self, life: Life) -> Option<ServerRecord> {
         self.server_record(life.host).filter(|record| record.epoch == life.epoch)
     }
@@ -136,25 +136,26 @@ impl Member {
         self.servers.read().get(&number).cloned()
     }
 
-    /// Handles an input, and all that follows from it.
+    /// Applies an input, carries its outputs out, and applies the inputs that these return.
     pub(crate) fn run(&self, partition: usize, input: Input) {
         let mut inputs = VecDeque::from([input]);
         let mut has_observed = false;
         while let Some(input) = inputs.pop_front() {
             let mut outputs = Vec::new();
-            self.seats[partition].lock().holder.step(&input, &mut outputs);
-            self.settle(partition);
-            // If a transaction fails again, the next tick goes on: the lease may have ended.
+            self.slots[partition].lock().holder.step(&input, &mut outputs);
+            self.resolve_handover(partition);
+            // At most one read of the record: if a transaction fails again, the next tick retries,
+            // because the lease may have ended.
             outputs
                 .retain(|output| *output != Output::Observe || !std::mem::replace(&mut has_observed, true));
             inputs.extend(outputs.into_iter().filter_map(|output| self.carry_out(partition, output)));
         }
     }
 
-    /// Carries an output out. Returns what comes of it.
+    /// Carries an output out. Returns the input that results from it.
     pub(crate) fn carry_out(&self, partition: usize, output: Output) -> Option<Input> {
         match output {
-            // All other messages are answers, or have an offer with them.
+            // Messages other than queries are sent as answers, or by `prepare` with an offer.
             Output::Send(to, Message::Query(generation)) => {
                 let handover = Handover { partition, generation, attempt: 0, from: self.life(), to };
                 let server = self.server_of(to)?;
@@ -168,12 +169,12 @@ impl Member {
             Output::Send(..) => None,
             Output::Write(change) => {
                 let result = self.registry.carry_out(partition, &change);
-                // If it is not known, the record is read.
+                // An unknown outcome counts as not done: the holder then reads the record.
                 let is_done = result.inspect_err(warn_of_directory).unwrap_or(false);
                 Some(Input::Written(change, is_done))
             }
             Output::Observe => {
-                let other = match self.seats[partition].lock().holder.holding() {
+                let other = match self.slots[partition].lock().holder.holding() {
                     Holding::Sent { to, .. } => Some(to),
                     _ => None,
                 };
@@ -184,56 +185,58 @@ impl Member {
         }
     }
 
-    /// Ends a hand-over from this server whose outcome is known by now.
-    fn settle(&self, partition: usize) {
-        let seat = &self.seats[partition];
-        let mut state = seat.lock();
-        let Some(giving) = &state.giving else { return };
-        let (handover, rests) = (giving.handover, giving.rests);
+    /// Ends the hand-over of a partition from this server, if its outcome is known by now.
+    fn resolve_handover(&self, partition: usize) {
+        let slot = &self.slots[partition];
+        let mut state = slot.lock();
+        let Some(outgoing) = &state.outgoing else { return };
+        let (handover, is_paused) = (outgoing.handover, outgoing.is_paused);
         match state.holder.holding() {
             Holding::Absent => {
-                let Some(giving) = state.giving.take() else { return };
-                if let Some(offered) = &giving.offered {
+                let Some(outgoing) = state.outgoing.take() else { return };
+                if let Some(offered) = &outgoing.offered {
                     self.memories.withdraw(offered);
                 }
                 let place = Place { server: handover.to.host, generation: handover.generation };
                 self.forget(partition, Presence::Elsewhere(place));
-                state.ended = Some(Ok(()));
+                state.outcome = Some(Ok(()));
                 self.given.fetch_add(1, Ordering::Relaxed);
             }
             Holding::Owned { generation, stage }
                 if generation >= handover.generation || stage == Stage::Settled =>
             {
-                // It was retracted.
-                let Some(giving) = state.giving.take() else { return };
-                if let Some(offered) = &giving.offered {
+                // The intent was retracted.
+                let Some(outgoing) = state.outgoing.take() else { return };
+                if let Some(offered) = &outgoing.offered {
                     self.memories.withdraw(offered);
                 }
-                if rests {
+                if is_paused {
                     self.server().store().stay(partition);
                 }
-                let why = giving.why.unwrap_or_else(|| "the other server has not answered".to_owned());
-                state.ended = Some(Err(why));
+                let reason = outgoing
+                    .abort_reason
+                    .unwrap_or_else(|| format!("server {} did not answer in time", handover.to.host));
+                state.outcome = Some(Err(reason));
             }
             _ => return,
         }
         drop(state);
-        seat.changed.notify_all();
+        slot.changed.notify_all();
         self.server().wake();
     }
 
-    /// Gives up the memory of a partition.
+    /// Returns the memory of a partition to the system, and sets its presence.
     pub(crate) fn forget(&self, partition: usize, presence: Presence) {
         if let Err(error) = self.server().store().forget(partition, presence) {
-            tracing::error!(%error, partition, "memory of a partition cannot be returned");
+            tracing::error!(%error, partition, "cannot return the memory of a partition to the system");
         }
     }
 
-    /// Looks after hand-overs whose outcome is unknown, until the server stops.
-    pub(crate) fn settle_all(&self) {
+    /// Resolves hand-overs with an unknown outcome, until the server stops.
+    pub(crate) fn resolve_all(&self) {
         while !self.stops.load(Ordering::Acquire) {
             std::thread::park_timeout(TICK);
-            // When the lease has ended, nothing is to be settled.
+            // Under an ended lease no transaction succeeds.
             if self.serving_deadline.is_ahead() {
                 self.tick();
             }
@@ -241,9 +244,9 @@ impl Member {
     }
 
     fn tick(&self) {
-        for (partition, seat) in self.seats.iter().enumerate() {
-            let is_unsettled = {
-                let state = seat.lock();
+        for (partition, slot) in self.slots.iter().enumerate() {
+            let is_unresolved = {
+                let state = slot.lock();
                 match state.holder.holding() {
                     Holding::Absent | Holding::Prepared { .. } => false,
                     Holding::Sent { .. } => true,
@@ -252,7 +255,7 @@ impl Member {
                     }
                 }
             };
-            if is_unsettled {
+            if is_unresolved {
                 self.run(partition, Input::Tick);
             }
         }

@@ -1,4 +1,4 @@
-//! The memory of partitions that move: offered by the source, and read by the target.
+//! Access to the memory of partitions that move: the source offers it, and the target READs it.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -18,13 +18,14 @@ use aquifer_ownership::Life;
 use crate::copying::{CopyError, PIECE_BYTES, Piece, Source};
 use crate::wire::Offer;
 
-/// READs that are posted at once, fewer than an endpoint accepts.
+/// Largest number of READs that are posted at once, below the limit of an endpoint.
 const POSTED_MAX: usize = 64;
-/// Longest wait for a READ.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Timeout of a batch of READs.
+const READ_TIMEOUT: Duration = Duration::from_secs(2);
 const _: () = assert!(PIECE_BYTES <= 2 << 20);
 
-/// The memory that this server offers.
+/// Targets of the fabric by which this server offers memory to others: over TCP, and over shared
+/// memory if possible.
 #[derive(Debug)]
 pub struct Memories {
     tcp: TcpTarget,
@@ -33,7 +34,7 @@ pub struct Memories {
     machine: String,
 }
 
-/// The memory of a partition that is offered.
+/// An offer of a partition's memory: the address and key of its region, for each target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Offered {
     tcp: (u64, Key),
@@ -41,11 +42,12 @@ pub struct Offered {
 }
 
 impl Memories {
-    /// Offers memory on a socket that listens, to servers with the key, and to those of this
-    /// machine at a path.
+    /// Serves READs over TCP on `listener`, to servers with the cluster key, and over shared memory
+    /// at the path `socket`, to servers of this machine. If the path cannot be used, servers of
+    /// this machine use TCP.
     ///
     /// # Errors
-    /// If the system refuses. Without the path, servers of this machine use TCP.
+    /// If the TCP target cannot be started.
     pub fn listen(
         listener: TcpListener,
         socket: &Path,
@@ -55,7 +57,14 @@ impl Memories {
         let options = TcpOptions { encrypt, ..TcpOptions::default() };
         let tcp = TcpTarget::listen_on(listener, key, options)?;
         let local = ShmTarget::listen(socket, ShmOptions::default())
-            .inspect_err(|error| tracing::warn!(%error, "servers of this machine use TCP"))
+            .inspect_err(|error| {
+                let socket = socket.display();
+                tracing::warn!(
+                    %error,
+                    %socket,
+                    "cannot listen on the memory socket: servers of this machine will use TCP"
+                );
+            })
             .ok();
         Ok(Self { tcp, local, socket: socket.to_owned(), machine: machine() })
     }
@@ -66,7 +75,8 @@ impl Memories {
         self.tcp.address()
     }
 
-    /// The machine, and the socket for servers on the same one.
+    /// The machine's boot identity, and the path of the socket for servers of the same machine.
+    /// Both are empty if this server has no such socket.
     #[must_use]
     pub fn local(&self) -> (String, String) {
         match self.local {
@@ -78,7 +88,7 @@ impl Memories {
     /// Offers the memory of a partition to one server.
     ///
     /// # Errors
-    /// If the system or the fabric refuses.
+    /// If the memory cannot be mapped or registered.
     pub fn offer(&self, partition: &Partition, to: Life) -> io::Result<Offered> {
         let map = || -> io::Result<Arc<Memory>> {
             Ok(Arc::new(Memory::from_fd(partition.descriptor()?, partition.layout().bytes())?))
@@ -96,7 +106,7 @@ impl Memories {
         Ok(Offered { tcp: (tcp.base, tcp.key), local })
     }
 
-    /// Describes an offer.
+    /// Returns the message that describes an offer to the target.
     #[must_use]
     pub fn describe(&self, offered: &Offered, partition: &Partition, requests_per_s: f64) -> Offer {
         let (machine, socket) = self.local();
@@ -114,24 +124,24 @@ impl Memories {
         }
     }
 
-    /// Ends an offer. No READ is in flight when this returns, and none will begin.
+    /// Withdraws an offer. No READ is in flight when this returns, and none can begin.
     pub fn withdraw(&self, offered: &Offered) {
         self.withdraw_tcp(offered.tcp.1);
         if let (Some(local), Some((_, key))) = (&self.local, offered.local)
             && let Err(error) = local.deregister(key)
         {
-            tracing::warn!(%error, "the memory of a partition is still offered");
+            tracing::warn!(%error, "cannot withdraw the memory of a partition from the local socket");
         }
     }
 
     fn withdraw_tcp(&self, key: Key) {
         if let Err(error) = self.tcp.deregister(key) {
-            tracing::warn!(%error, "the memory of a partition is still offered");
+            tracing::warn!(%error, "cannot withdraw the memory of a partition from the TCP target");
         }
     }
 }
 
-/// The memory of a partition on another server.
+/// Access to the memory of a partition on another server.
 #[derive(Debug)]
 pub struct RemoteMemory {
     endpoint: Box<dyn Endpoint>,
@@ -141,10 +151,10 @@ pub struct RemoteMemory {
 }
 
 impl RemoteMemory {
-    /// Connects with the memory that was offered, to copy it to a partition.
+    /// Connects to the offered memory, to copy it to `partition`. `own` is this server.
     ///
     /// # Errors
-    /// If it cannot be reached.
+    /// If the connection fails, or if the partition's memory cannot be mapped or registered.
     pub fn connect(
         offer: &Offer,
         partition: &Partition,
@@ -155,7 +165,11 @@ impl RemoteMemory {
         let identity = Identity { host: Host(own.host), epoch: own.epoch, tenant: Tenant(0) };
         let local = if offer.machine == machine() && !offer.socket.is_empty() {
             let connected = shm::connect(Path::new(&offer.socket), identity);
-            connected.inspect_err(|error| tracing::debug!(%error, "the memory is read over TCP")).ok()
+            connected
+                .inspect_err(|error| {
+                    tracing::debug!(%error, "cannot connect to the memory socket of a server: using TCP");
+                })
+                .ok()
         } else {
             None
         };
@@ -175,24 +189,25 @@ impl RemoteMemory {
         Ok(Self { endpoint, local, remote, batch: Batch::new() })
     }
 
-    fn read_some(&mut self, pieces: &[Piece]) -> Option<()> {
+    /// Reads at most [`POSTED_MAX`] pieces; `None` if that fails.
+    fn read_batch(&mut self, pieces: &[Piece]) -> Option<()> {
         for piece in pieces {
             let local = LocalSlice { key: self.local, offset: piece.to, len: piece.len };
             let remote = RemoteAddr { addr: self.remote.addr + piece.from, key: self.remote.key };
             self.batch.push(0, Verb::Read { local, remote });
         }
-        self.batch.run(&mut *self.endpoint, Instant::now() + PATIENCE).ok()?;
+        self.batch.run(&mut *self.endpoint, Instant::now() + READ_TIMEOUT).ok()?;
         self.batch.failures().is_empty().then_some(())
     }
 }
 
 impl Source for RemoteMemory {
     fn read(&mut self, pieces: &[Piece]) -> Result<(), CopyError> {
-        pieces.chunks(POSTED_MAX).try_for_each(|pieces| self.read_some(pieces)).ok_or(CopyError::Lost)
+        pieces.chunks(POSTED_MAX).try_for_each(|pieces| self.read_batch(pieces)).ok_or(CopyError::Lost)
     }
 }
 
-/// What tells this machine from others, as long as it runs.
+/// Returns the boot identity of this machine: unique among machines, until the next boot.
 #[must_use]
 pub fn machine() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()

@@ -1,4 +1,5 @@
-//! Serves other servers and operators, and connects workers with other servers.
+//! Connections between servers: accepts those of servers and operators, and connects workers to
+//! other servers.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -10,24 +11,26 @@ use aquifer_cache::server::WorkerHandle;
 use aquifer_cache::server::peers::{Connector, PeerSocket};
 use parking_lot::Mutex;
 
-use crate::channel::{Accepted, Channel, IDLE_TIME, accept, connect_for_requests};
+use crate::channel::{Accepted, Channel, IDLE_TIMEOUT, accept, connect_for_requests};
 use crate::lease::ServingDeadline;
 use crate::member::Member;
 use crate::wire::{Answer, Ask};
 
-/// Connections that may be in their handshake or ask questions at a time.
+/// Largest number of connections that are in their handshake, or whose requests a thread answers.
+/// Further ones are closed.
 const CONNECTIONS_MAX: usize = 256;
-/// Pause before a worker is told that a server cannot be reached, so that it does not try at once.
+/// Time by which a failed connection is reported to its worker later, so that the worker does not
+/// retry at once.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
-/// Pause after a failure to accept.
+/// Pause after a failure to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 
-/// Connects workers with other servers, for the server that [`Self::set_member`] says.
+/// Connects workers to other servers, on behalf of the member of [`Self::set_member`].
 #[derive(Debug)]
 pub struct PeerConnector {
     member: OnceLock<Weak<Member>>,
     serving_deadline: Arc<ServingDeadline>,
-    /// Names of threads have the number of the connection.
+    /// Connections so far, for the names of threads.
     count: Mutex<u64>,
 }
 
@@ -58,7 +61,7 @@ impl Connector for PeerConnector {
             for_thread.deal_link(server, socket);
         });
         if let Err(error) = spawned {
-            tracing::warn!(%error, "no thread connects with another server");
+            tracing::warn!(%error, server, "cannot start a thread that connects to a server");
             worker.deal_link(server, None);
         }
     }
@@ -69,10 +72,11 @@ impl Connector for PeerConnector {
 }
 
 fn connect_to(member: &Member, server: u16) -> Option<PeerSocket> {
-    // Others may say that this server has a partition that it has claimed without knowing it.
+    // No connection to itself: a peer may name this server as the owner of a partition that it has
+    // claimed in a transaction whose answer is not here yet.
     let record = member.server_record(server).filter(|record| record.life() != member.life())?;
     connect_for_requests(record.address, member.channels.access())
-        .inspect_err(|error| tracing::debug!(%error, server, "a server cannot be reached"))
+        .inspect_err(|error| tracing::debug!(%error, server, "cannot connect to a server"))
         .ok()
 }
 
@@ -100,12 +104,12 @@ pub(crate) fn serve(member: &Arc<Member>, listener: &TcpListener) {
         let (for_thread, counted) = (Arc::clone(member), Arc::clone(&open));
         let spawned = std::thread::Builder::new().name("cache-peer".into()).spawn(move || {
             if let Err(error) = serve_one(&for_thread, stream, next_worker) {
-                tracing::debug!(%error, "a connection of another server has ended");
+                tracing::debug!(%error, "a connection of a server or operator has ended");
             }
             counted.fetch_sub(1, Ordering::AcqRel);
         });
         if let Err(error) = spawned {
-            tracing::warn!(%error, "no thread serves another server");
+            tracing::warn!(%error, "cannot start a thread that serves a connection of a server");
             open.fetch_sub(1, Ordering::AcqRel);
         }
     }
@@ -123,7 +127,7 @@ fn serve_one(member: &Arc<Member>, stream: TcpStream, number: usize) -> io::Resu
 }
 
 fn answer_questions(member: &Arc<Member>, mut channel: Channel) -> io::Result<()> {
-    channel.set_patience(IDLE_TIME)?;
+    channel.set_timeout(IDLE_TIMEOUT)?;
     while !member.stops.load(Ordering::Acquire) {
         let ask = channel.receive()?;
         let answer = member.answer(ask);
@@ -145,25 +149,25 @@ impl Member {
             Ask::Move { .. } | Ask::Status | Ask::Drain { .. } | Ask::Balance => None,
         };
         if let Some((handover, here)) = handover
-            && (handover.partition >= self.seats.len() || here != own)
+            && (handover.partition >= self.slots.len() || here != own)
         {
-            return Answer::Declined("it is for another server, or for an earlier one".to_owned());
+            return Answer::Declined("the request is for another server or for an ended lease".to_owned());
         }
         match ask {
-            Ask::Prepare { handover, offer } => self.begin_receiving(handover, offer),
+            Ask::Prepare { handover, offer } => self.accept_handover(handover, offer),
             Ask::Extent(handover) => self.extent(handover),
-            Ask::Rest(handover) => self.rest(handover),
-            Ask::Give(handover) => self.give_now(handover),
+            Ask::Rest(handover) => self.pause(handover),
+            Ask::Give(handover) => self.transfer(handover),
             Ask::Received(handover) => self.note_received(handover),
-            Ask::GiveUp(handover, why) => self.note_given_up(handover, why),
+            Ask::GiveUp(handover, reason) => self.note_abort(handover, reason),
             Ask::Query(handover) => self.query(handover),
             Ask::Status => Answer::Status(Box::new(self.status())),
-            Ask::Move { partition, .. } if partition >= self.seats.len() => {
-                Answer::Declined(format!("there is no partition {partition}"))
+            Ask::Move { partition, .. } if partition >= self.slots.len() => {
+                Answer::Declined(format!("the cache has no partition {partition}"))
             }
-            Ask::Move { partition, to } => match self.give(partition, to) {
+            Ask::Move { partition, to } => match self.run_handover(partition, to) {
                 Ok(()) => Answer::Done,
-                Err(why) => Answer::Declined(why),
+                Err(reason) => Answer::Declined(reason),
             },
             Ask::Drain { drains } => match self.set_drains(drains) {
                 Ok(()) => Answer::Done,

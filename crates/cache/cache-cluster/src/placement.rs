@@ -1,37 +1,37 @@
-//! Where a partition is, which server is to have one that none has, and which are to move. Pure
-//! functions.
+//! Placement of partitions: where each is, which server claims an unowned one, and which ones move.
+//! Pure functions.
 
 use std::collections::BTreeMap;
 
 use aquifer_cache::store::presence::{Place, Presence};
 use aquifer_ownership::{Life, SegmentRecord};
 
-/// A server is too loaded if it has more than the mean by this part of it, and too idle if it has
-/// less.
-const TOLERANCE: f64 = 0.15;
-/// A partition moves only if it has at most this part of the difference of both servers. So it does
-/// not move back at once.
-const PART_MAX: f64 = 0.8;
-/// Load that each partition counts for, beside its requests, in parts of the mean of all: servers
-/// that are idle have as many partitions each.
+/// Largest deviation of a server's load from the mean, as a fraction of the mean, that causes no
+/// move.
+const LOAD_TOLERANCE: f64 = 0.15;
+/// Largest cost of a partition that moves, as a fraction of the difference between the loads of
+/// both servers. Below 1, so that the partition does not move back at once.
+const MOVE_COST_MAX: f64 = 0.8;
+/// Fixed cost of each partition beside its requests, as a fraction of the mean rate. With it, idle
+/// servers get equal numbers of partitions.
 const IDLE_LOAD: f64 = 0.05;
-/// Requests per second of the cache below which only the numbers of partitions count.
+/// Requests per second of the whole cache below which only the numbers of partitions are balanced.
 const BUSY_MIN: f64 = 100.0;
 
-/// A server for the balancer.
+/// The load of a server, as the balancer sees it.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ServerLoad {
     /// Bytes of memory for items.
     pub memory_bytes: u64,
     /// Bytes that are used.
     pub used_bytes: u64,
-    /// Whether it is to have no partitions.
+    /// Whether the server drains: all of its partitions move away.
     pub drains: bool,
-    /// Its partitions.
+    /// Partitions of the server.
     pub partitions: Vec<PartitionLoad>,
 }
 
-/// A partition for the balancer.
+/// The load of a partition, as the balancer sees it.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct PartitionLoad {
     /// The partition.
@@ -40,30 +40,30 @@ pub struct PartitionLoad {
     pub rate: f64,
     /// Bytes of memory.
     pub bytes: u64,
-    /// Whether it may move now.
+    /// Whether the partition may move now.
     pub may_move: bool,
 }
 
-/// A partition that is to move.
+/// A planned move of a partition.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Move {
     /// The partition.
     pub partition: usize,
-    /// The server that has it.
+    /// The number of its owner.
     pub from: u16,
-    /// The server that is to have it.
+    /// The number of its next owner.
     pub to: u16,
 }
 
-/// The servers that may claim partitions which none has: those that do not drain, or all if no
-/// other is left.
+/// Returns the servers that may claim unowned partitions: those that do not drain, or all if every
+/// server drains.
 pub fn claimants(servers: impl Iterator<Item = (u16, bool)> + Clone) -> Vec<u16> {
     let active: Vec<u16> = servers.clone().filter(|(_, drains)| !drains).map(|(server, _)| server).collect();
     if active.is_empty() { servers.map(|(server, _)| server).collect() } else { active }
 }
 
-/// The server that is to claim a partition which none has: the one with the highest hash, so that
-/// each of n servers claims one n-th, whichever has ended.
+/// Returns the server that claims an unowned partition: the one with the highest hash of both
+/// numbers. So each of n servers claims about one n-th, whichever server has ended.
 #[must_use]
 pub fn claimant(partition: usize, servers: impl Iterator<Item = u16>) -> Option<u16> {
     servers.max_by_key(|server| {
@@ -72,8 +72,9 @@ pub fn claimant(partition: usize, servers: impl Iterator<Item = u16>) -> Option<
     })
 }
 
-/// Where a partition is that is not on this server: what other servers have said may be newer than
-/// the record. `lives` is false for this server itself, and `is_server` tells known numbers.
+/// Returns where a partition is that is not on this server. `known`, which a peer may have
+/// reported, is kept if it is newer than the record. `lives` must be false for this server itself,
+/// and `is_server` true for numbers of known servers.
 pub fn elsewhere(
     record: Option<&SegmentRecord>,
     known: Presence,
@@ -82,22 +83,25 @@ pub fn elsewhere(
 ) -> Presence {
     let Some(record) = record.filter(|record| lives(record.owner)) else { return Presence::Unknown };
     match known {
-        Presence::Elsewhere(said) if said.generation > record.generation && is_server(said.server) => known,
+        Presence::Elsewhere(place) if place.generation > record.generation && is_server(place.server) => {
+            known
+        }
         _ => Presence::Elsewhere(Place { server: record.owner.host, generation: record.generation }),
     }
 }
 
-/// Whether a server may claim a partition that it has not: no server has it. Only the target of a
-/// hand-over that has begun can tell that it has not received it.
+/// Whether a server may claim a partition that it does not own: no server owns it. If a hand-over
+/// has begun and its target lives, only the target may, because only it knows that it has not
+/// received the partition.
 pub fn may_claim(record: Option<&SegmentRecord>, own: Life, lives: impl Fn(Life) -> bool) -> bool {
     let is_free = |life| life == own || !lives(life);
     record.is_none_or(|record| is_free(record.owner) && record.intent.is_none_or(is_free))
 }
 
-/// Whether a server that may claim a partition is to do so: another one is, unless it has not for
-/// some time (`is_late`), or this server was to get the partition. A server that is not among the
-/// [`claimants`] claims only what no other can.
-pub fn is_to_claim(
+/// Whether a server that may claim a partition does so now. A server that is the target of the
+/// partition's hand-over claims it. Of the others, only the [`claimant`] does, or any of the
+/// [`claimants`] if the claimant has not done so for some time (`is_late`).
+pub fn should_claim(
     (partition, record): (usize, Option<&SegmentRecord>),
     own: Life,
     is_late: bool,
@@ -108,10 +112,10 @@ pub fn is_to_claim(
     is_intended || claimants.contains(&own.host) && is_next()
 }
 
-/// The next moves, at most so many at a time.
+/// Plans the next moves, at most `moves_max`.
 ///
-/// First all partitions leave servers that drain. Then the most loaded server gives one to the
-/// least loaded one, if that makes the difference of both clearly smaller.
+/// Partitions of servers that drain move first. Then a partition of the most loaded server moves to
+/// the least loaded one, if that makes the difference between both clearly smaller.
 #[must_use]
 pub fn plan(servers: &BTreeMap<u16, ServerLoad>, moves_max: usize) -> Vec<Move> {
     let mut servers = servers.clone();
@@ -133,7 +137,7 @@ pub fn plan(servers: &BTreeMap<u16, ServerLoad>, moves_max: usize) -> Vec<Move> 
     moves
 }
 
-/// What partitions count for.
+/// Weights by which the load of a partition is computed.
 struct Costs {
     idle: f64,
     counts_rates: bool,
@@ -157,7 +161,7 @@ impl Costs {
         server.partitions.iter().map(|load| self.of_partition(load)).sum()
     }
 
-    /// The server with the least load that has room for a partition.
+    /// Returns the server with the least load that has room for a partition.
     fn least_loaded(&self, servers: &BTreeMap<u16, ServerLoad>, load: &PartitionLoad) -> Option<u16> {
         let fits = |server: &ServerLoad| !server.drains && load.bytes <= server.memory_bytes / 2;
         let candidates = servers.iter().filter(|(_, server)| fits(server));
@@ -185,10 +189,10 @@ fn balanced(servers: &BTreeMap<u16, ServerLoad>, costs: &Costs) -> Option<Move> 
         .max_by(|(_, one), (_, other)| costs.of_server(one).total_cmp(&costs.of_server(other)))?;
     let high = costs.of_server(source);
     let low = active.iter().map(|(_, server)| costs.of_server(server)).fold(f64::MAX, f64::min);
-    if high <= mean * (1.0 + TOLERANCE) && low >= mean * (1.0 - TOLERANCE) {
+    if high <= mean * (1.0 + LOAD_TOLERANCE) && low >= mean * (1.0 - LOAD_TOLERANCE) {
         return None;
     }
-    // The partition that brings both servers nearest to each other.
+    // The partition that moves is the one after whose move both servers differ least.
     let difference_after = |load: &PartitionLoad| -> Option<(f64, u16)> {
         let to = costs.least_loaded(servers, load).filter(|to| to != *from)?;
         let (cost, low) = (costs.of_partition(load), costs.of_server(&servers[&to]));
@@ -200,8 +204,8 @@ fn balanced(servers: &BTreeMap<u16, ServerLoad>, costs: &Costs) -> Option<Move> 
         .min_by(|((one, _), _), ((other, _), _)| one.total_cmp(other));
     let ((_, to), load) = best?;
     let before = high - costs.of_server(&servers[&to]);
-    let gains = costs.of_partition(load) <= before * PART_MAX;
-    gains.then_some(Move { partition: load.partition, from: **from, to })
+    let is_useful = costs.of_partition(load) <= before * MOVE_COST_MAX;
+    is_useful.then_some(Move { partition: load.partition, from: **from, to })
 }
 
 #[cfg(test)]
@@ -220,8 +224,8 @@ mod tests {
         ServerLoad { memory_bytes: 64 << 20, used_bytes, drains: false, partitions }
     }
 
-    /// Plans and moves until nothing is planned; returns the number of moves.
-    fn settle(servers: &mut BTreeMap<u16, ServerLoad>) -> usize {
+    /// Plans and moves until no move is planned; returns the number of moves.
+    fn run_all_moves(servers: &mut BTreeMap<u16, ServerLoad>) -> usize {
         let mut count = 0;
         loop {
             let moves = plan(servers, 2);
@@ -244,11 +248,11 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_joins_gets_its_part() {
+    fn a_server_that_joins_gets_its_share() {
         let idle: Vec<(usize, f64)> = (0..128).map(|partition| (partition, 0.0)).collect();
         let mut servers =
             BTreeMap::from([(1, server(&idle[..64])), (2, server(&idle[64..])), (3, server(&[]))]);
-        settle(&mut servers);
+        run_all_moves(&mut servers);
         for server in servers.values() {
             assert!((36..=50).contains(&server.partitions.len()), "{}", server.partitions.len());
         }
@@ -265,7 +269,7 @@ mod tests {
             (3, server(&loads[16..24])),
             (4, server(&loads[24..])),
         ]);
-        let count = settle(&mut servers);
+        let count = run_all_moves(&mut servers);
         assert!((2..30).contains(&count), "{count} moves");
         let high = servers.values().map(rate).fold(0.0, f64::max);
         assert!(high < 3600.0, "{high}");
@@ -273,41 +277,41 @@ mod tests {
     }
 
     #[test]
-    fn one_hot_partition_does_not_wander() {
+    fn one_hot_partition_does_not_move() {
         let mut servers = BTreeMap::from([(1, server(&[(0, 10_000.0)])), (2, server(&[(1, 10.0)]))]);
-        assert_eq!(settle(&mut servers), 0);
+        assert_eq!(run_all_moves(&mut servers), 0);
     }
 
     #[test]
-    fn small_differences_are_left() {
+    fn small_differences_cause_no_move() {
         let servers =
             BTreeMap::from([(1, server(&[(0, 500.0), (1, 550.0)])), (2, server(&[(2, 500.0), (3, 480.0)]))]);
         assert_eq!(plan(&servers, 8), []);
     }
 
     #[test]
-    fn a_server_that_drains_has_nothing_in_the_end() {
+    fn a_server_that_drains_loses_all_partitions() {
         let loads: Vec<(usize, f64)> = (0..12).map(|partition| (partition, 50.0)).collect();
         let mut servers =
             BTreeMap::from([(1, server(&loads[..4])), (2, server(&loads[4..8])), (3, server(&loads[8..]))]);
         servers.get_mut(&2).unwrap().drains = true;
-        settle(&mut servers);
+        run_all_moves(&mut servers);
         assert_eq!(servers[&2].partitions, []);
         assert_eq!(servers[&1].partitions.len(), 6);
-        // Alone it keeps what it has.
+        // A single server keeps its partitions.
         let mut alone = BTreeMap::from([(2, ServerLoad { drains: true, ..server(&loads) })]);
-        assert_eq!(settle(&mut alone), 0);
+        assert_eq!(run_all_moves(&mut alone), 0);
     }
 
     #[test]
-    fn what_is_moving_does_not_move_again() {
+    fn partitions_that_may_not_move_are_not_moved() {
         let mut servers = BTreeMap::from([(1, server(&[(0, 900.0), (1, 900.0)])), (2, server(&[]))]);
         servers.values_mut().flat_map(|server| &mut server.partitions).for_each(|load| load.may_move = false);
         assert_eq!(plan(&servers, 2), []);
     }
 
     #[test]
-    fn lost_partitions_are_claimed_by_all() {
+    fn unowned_partitions_are_spread_over_all_servers() {
         let mut counts = BTreeMap::new();
         for partition in 0..1024 {
             *counts.entry(claimant(partition, 1..=4).unwrap()).or_insert(0) += 1;
@@ -322,12 +326,12 @@ mod tests {
         let own = Life { host: 2, epoch: 7 };
         let claims = |servers: &[(u16, bool)]| {
             let claimants = claimants(servers.iter().copied());
-            (0..64).filter(|partition| is_to_claim((*partition, None), own, false, &claimants)).count()
+            (0..64).filter(|partition| should_claim((*partition, None), own, false, &claimants)).count()
         };
         assert_eq!(claims(&[(1, false), (2, true)]), 0);
         assert_eq!(claims(&[(2, true)]), 64);
         assert!((1..64).contains(&claims(&[(1, true), (2, true)])));
         let claimants = claimants([(1, false), (2, true)].into_iter());
-        assert!(!is_to_claim((3, None), own, true, &claimants), "another one can have it");
+        assert!(!should_claim((3, None), own, true, &claimants), "the server that does not drain claims it");
     }
 }

@@ -15,25 +15,24 @@ use aquifer_ownership::transaction::carry_out;
 use aquifer_ownership::{Change, Life, SegmentRecord};
 use serde::{Deserialize, Serialize};
 
-/// Most servers of a cache.
+/// Largest number of servers of a cache.
 pub const SERVERS_MAX: u16 = 1024;
-/// Attempts at a transaction that others change at the same time.
+/// Attempts at a transaction whose records other servers change at the same time.
 const ATTEMPTS_MAX: u32 = 64;
-/// Partitions that are claimed by one transaction.
+/// Largest number of partitions that one transaction claims.
 const CLAIMS_MAX: usize = 32;
 
-/// What all servers of a cache have in common, at `caches/NAME/settings`.
+/// Settings that all servers of a cache share, at `caches/NAME/settings`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct CacheSettings {
-    /// How many partitions there are.
+    /// Number of partitions.
     pub partitions: usize,
     /// Whether items have cas numbers.
     pub has_cas: bool,
-    /// What tells the cache from others of the same name, in other directories: a random number
-    /// that the first server writes.
+    /// Random number that the first server writes. It distinguishes caches of the same name in
+    /// different directories.
     pub id: u64,
-    /// The secret of the hash of keys, which decides to which partition a key belongs: random, from
-    /// the first server.
+    /// Secret of the hash that maps keys to partitions, random, from the first server.
     pub hash_secret: HashSecret,
 }
 
@@ -54,7 +53,7 @@ impl SettingsRecord {
     }
 }
 
-/// The version of a settings record. Records of version 1 do not say it.
+/// The version of a settings record. Records of version 1 have no such field.
 #[derive(Deserialize)]
 struct VersionOfSettings {
     #[serde(default = "first_version")]
@@ -72,33 +71,33 @@ pub struct ServerRecord {
     pub server: u16,
     /// Fencing epoch of the lease.
     pub epoch: u64,
-    /// The TCP address at which other servers reach it.
+    /// TCP address for connections of other servers.
     pub address: SocketAddr,
-    /// The TCP address at which others read the memory of partitions that move.
+    /// TCP address at which other servers read the memory of partitions that move.
     pub memory_address: SocketAddr,
-    /// The machine that it runs on, and the socket at which servers of this machine reach its
-    /// memory.
+    /// Boot identity of the server's machine; empty if [`Self::memory_socket`] is not used.
     pub machine: String,
-    /// See [`Self::machine`].
+    /// Path of the socket at which servers of the same machine read the memory of partitions that
+    /// move; may be empty.
     pub memory_socket: String,
-    /// Where clients reach it.
+    /// Addresses for clients.
     pub clients: Vec<String>,
     /// Bytes of memory for items and their index.
     pub memory_bytes: u64,
-    /// Whether it is to have no partitions.
+    /// Whether the server drains: it gets no partitions, and hands its own over.
     #[serde(default)]
     pub drains: bool,
 }
 
 impl ServerRecord {
-    /// The server for the time of its lease.
+    /// Returns the life of the server: its number and the epoch of its lease.
     #[must_use]
     pub fn life(&self) -> Life {
         Life { host: self.server, epoch: self.epoch }
     }
 }
 
-/// Why a server cannot be one of a cache.
+/// Why a server cannot join a cache.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     /// The directory refused or did not answer.
@@ -122,7 +121,7 @@ pub enum JoinError {
         /// The settings of the cache.
         settings: CacheSettings,
     },
-    /// Servers of an earlier version, with another hash, run.
+    /// The cache has running servers of an earlier version, with another hash.
     #[error(
         "the cache \"{name}\" has servers of an earlier version of aquifer, which place keys by another \
          hash: stop all of them first, or start this server with another --name"
@@ -131,7 +130,7 @@ pub enum JoinError {
         /// The name of the cache.
         name: String,
     },
-    /// The settings have a version that is not known.
+    /// The settings have an unknown version.
     #[error(
         "the settings of the cache \"{name}\" have version {version}, but this server knows version \
          {SETTINGS_VERSION}: use the version of aquifer that the other servers have"
@@ -142,12 +141,12 @@ pub enum JoinError {
         /// The version.
         version: u32,
     },
-    /// All numbers are used.
+    /// All numbers of servers are used.
     #[error("the cache \"{0}\" already has {SERVERS_MAX} servers, which is the limit")]
     Full(String),
 }
 
-/// What a key of the cache is for.
+/// Kind and number of a record of the cache, by its key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CacheKey {
     /// A server.
@@ -156,12 +155,13 @@ pub enum CacheKey {
     Partition(usize),
 }
 
-/// A partition that is to be claimed, and its record if there is one, with the version.
+/// A claim of an unowned partition.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Claim {
     /// The partition.
     pub partition: usize,
-    /// The record by which no server has it.
+    /// The partition's record, by which it has no owner; `None` if it has no record. The claim
+    /// fails if the record has changed.
     pub record: Option<SegmentRecord>,
 }
 
@@ -173,7 +173,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// The records of the cache with this name.
+    /// A registry of the cache with this name.
     #[must_use]
     pub fn new(directory: Arc<dyn Directory>, name: &str) -> Self {
         Self { directory, name: name.to_owned() }
@@ -199,7 +199,7 @@ impl Registry {
         format!("{}partitions/{partition}", self.prefix())
     }
 
-    /// What a key is for.
+    /// Parses the key of a server's or a partition's record; `None` for other keys.
     #[must_use]
     pub fn parse_key(&self, key: &str) -> Option<CacheKey> {
         let (kind, number) = key.strip_prefix(&self.prefix())?.split_once('/')?;
@@ -214,11 +214,13 @@ impl Registry {
         format!("{}settings", self.prefix())
     }
 
-    /// Records the settings of the first server, or compares those of a later one. Returns those of
-    /// the cache. Settings of an earlier version are replaced if no server runs.
+    /// Writes `own` as the settings of the cache if it has none, and compares them otherwise.
+    /// Returns the settings of the cache. Settings of an earlier version are replaced if no server
+    /// runs.
     ///
     /// # Errors
-    /// If other servers have others.
+    /// [`JoinError`] if the cache has settings with which this server cannot join, or if a request
+    /// to the directory fails.
     pub fn join(&self, own: &CacheSettings) -> Result<CacheSettings, JoinError> {
         let key = self.settings_key();
         let name = || self.name.clone();
@@ -231,7 +233,7 @@ impl Registry {
                         return Err(JoinError::EarlierServers { name: name() });
                     }
                     1 => {
-                        tracing::info!("the cache begins anew with another hash: an earlier version began it")
+                        tracing::info!("replacing the settings of an earlier version: the cache begins empty")
                     }
                     SETTINGS_VERSION => {
                         let settings = decode::<SettingsRecord>(entry).map_err(failed)?.cache;
@@ -255,20 +257,20 @@ impl Registry {
         Err(failed(DirectoryError::Taken { key }))
     }
 
-    /// The settings of the cache, if it has begun.
+    /// Returns the settings of the cache; `None` if no server has ever joined.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// Errors of the directory.
     pub fn settings(&self) -> Result<Option<CacheSettings>, DirectoryError> {
         let entry = self.directory.get(&self.settings_key())?;
         Ok(entry.map(|entry| decode::<SettingsRecord>(&entry)).transpose()?.map(|record| record.cache))
     }
 
-    /// Records a server under its lease: with the number that the record has, or the first one that
-    /// is free.
+    /// Adds the record of a server under its lease. The server gets the number of `record` if that
+    /// is not 0 and free, and otherwise the first free number.
     ///
     /// # Errors
-    /// Those of the directory, or if all numbers are used.
+    /// Errors of the directory, or [`JoinError::Full`].
     pub fn add_server(&self, record: &ServerRecord, lease: Lease) -> Result<ServerRecord, JoinError> {
         let failed = |source| JoinError::Directory { name: self.name.clone(), source };
         let used = self.servers().map_err(failed)?;
@@ -291,7 +293,7 @@ impl Registry {
     /// Replaces the record of a server whose lease lasts.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// Errors of the directory, or [`DirectoryError::Taken`] if the lease has ended.
     pub fn update_server(&self, record: &ServerRecord) -> Result<(), DirectoryError> {
         let key = self.server_key(record.server);
         for _ in 0..ATTEMPTS_MAX {
@@ -308,20 +310,20 @@ impl Registry {
         Err(DirectoryError::Taken { key })
     }
 
-    /// The servers, by number.
+    /// Lists the servers, by number.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// Errors of the directory.
     pub fn servers(&self) -> Result<BTreeMap<u16, ServerRecord>, DirectoryError> {
         let listing = self.directory.list(&format!("{}servers/", self.prefix()))?;
         let records = listing.entries.iter().map(decode::<ServerRecord>);
         records.map(|record| record.map(|record| (record.server, record))).collect()
     }
 
-    /// All entries of the cache, and the revision at which they are.
+    /// Lists all entries of the cache, and returns the revision of the listing.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// Errors of the directory.
     pub fn list(&self) -> Result<(Vec<DirectoryEntry>, u64), DirectoryError> {
         let listing = self.directory.list(&self.prefix())?;
         Ok((listing.entries, listing.revision))
@@ -330,21 +332,22 @@ impl Registry {
     /// Watches all entries of the cache.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// Errors of the directory.
     pub fn watch(&self, from_revision: u64) -> Result<Box<dyn Watch>, DirectoryError> {
         self.directory.watch(&self.prefix(), from_revision)
     }
 
-    /// The record of a partition, and whether the lease of a server lasts.
+    /// Reads the record of a partition, and whether the lease of `other` lasts. Returns `None` if
+    /// the partition has no record.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// Errors of the directory.
     pub fn observe(
         &self,
         partition: usize,
         other: Option<Life>,
     ) -> Result<Option<(SegmentRecord, bool)>, DirectoryError> {
-        // In this order: a target that confirms and then dies is seen to have confirmed.
+        // The lease is read first: a target that confirms and then dies is seen to have confirmed.
         let lives = other.map_or(Ok(true), |life| self.life_of(life, &mut Vec::new()))?;
         let Some(entry) = self.directory.get(&self.partition_key(partition))? else { return Ok(None) };
         Ok(Some((decode(&entry)?, lives)))
@@ -353,18 +356,20 @@ impl Registry {
     /// Carries out a transaction of a hand-over. Returns whether it was carried out.
     ///
     /// # Errors
-    /// Those of the directory. Then it may have been carried out.
+    /// Errors of the directory. The transaction may have been carried out.
     pub fn carry_out(&self, partition: usize, change: &Change) -> Result<bool, DirectoryError> {
         let key = self.partition_key(partition);
         carry_out(&*self.directory, &key, change, |life, compares| self.life_of(life, compares))
     }
 
-    /// Claims partitions that no server has: those without a record, and those whose owner is dead
-    /// and whose hand-over, if one has begun, was to a server that is dead or to this one, which
-    /// has refused it. Returns the partitions and their generations.
+    /// Claims partitions that no server owns. Returns the claimed partitions and their generations.
+    ///
+    /// A partition has no owner if it has no record, or if the lease of its owner has ended, and it
+    /// has no intent or one whose target's lease has ended or is `own`. A target must not have
+    /// received a partition that it claims.
     ///
     /// # Errors
-    /// Those of the directory. Then some may have been claimed.
+    /// Errors of the directory. Some partitions may have been claimed.
     pub fn claim(&self, own: Life, claims: &[Claim]) -> Result<Vec<(usize, u64)>, DirectoryError> {
         let mut claimed = Vec::new();
         for claims in claims.chunks(CLAIMS_MAX) {
@@ -405,7 +410,7 @@ impl Registry {
                     if !is_lost {
                         continue;
                     }
-                    // The number of a hand-over that has begun is not used again.
+                    // Plus 2, so that the number of a hand-over that has begun is not used again.
                     record.generation + 2
                 }
             };
@@ -420,7 +425,8 @@ impl Registry {
         Ok(claimed)
     }
 
-    /// Whether a life lasts; a transaction with the compare fails if that changes.
+    /// Whether a life lasts. Adds a compare to `compares`, so that a transaction fails if that has
+    /// changed.
     fn life_of(&self, life: Life, compares: &mut Vec<Compare>) -> Result<bool, DirectoryError> {
         let key = self.server_key(life.host);
         let entry = self.directory.get(&key)?;

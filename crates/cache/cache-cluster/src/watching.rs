@@ -1,5 +1,5 @@
-//! Follows the directory: which servers there are, and which has a partition. Claims partitions
-//! that none has.
+//! The thread that follows a cache's servers and partitions in the directory, and claims partitions
+//! that no server owns.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,16 +14,17 @@ use aquifer_ownership::{Holder, Holding, Life};
 use crate::keeping::Records;
 use crate::lease::KeptLease;
 use crate::lost::{LostPartitions, ServerView};
-use crate::member::{Member, SeatState};
+use crate::member::{Member, PartitionState};
 use crate::placement;
 use crate::records::{CacheKey, Claim, ServerRecord};
 
-/// Longest wait for a change.
+/// Longest wait for a change in the directory, between two checks for partitions to claim.
 const TICK: Duration = Duration::from_millis(100);
-/// Pause before partitions are claimed again after a conflict.
+/// Pause before partitions are claimed again after a conflict with another server.
 const CONFLICT_PAUSE: Duration = Duration::from_millis(20);
-/// Pause before the directory is listed again that did not answer.
-const PAUSE: Duration = Duration::from_millis(200);
+/// Pause after a failed request to the directory, and interval at which the end of incoming
+/// hand-overs is polled.
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// The thread that follows the directory.
 #[derive(Debug)]
@@ -31,15 +32,15 @@ pub(crate) struct Watcher {
     pub member: Arc<Member>,
     pub lease: KeptLease,
     pub lost: LostPartitions,
-    /// The epochs of the servers that were seen last.
+    /// Numbers and epochs of the servers at the last change.
     pub lives: BTreeMap<u16, u64>,
-    /// The records of the partitions that this server had when its lease ended, and whose items it
-    /// still has.
+    /// Records of partitions that this server owned when its lease ended, and whose items it still
+    /// has.
     pub kept: Records,
 }
 
 impl Watcher {
-    /// Follows until the server stops. Then ends the lease.
+    /// Follows the directory until the server stops. Then ends the lease.
     pub fn run(mut self) {
         let mut failures = FailureLog::default();
         while !self.member.stops.load(Ordering::Acquire) {
@@ -48,9 +49,9 @@ impl Watcher {
             }
             if let Err(error) = self.follow() {
                 if let Some(failures) = failures.record(Instant::now()) {
-                    tracing::warn!(%error, failures, "the directory cannot be followed");
+                    tracing::warn!(%error, failures, "cannot follow the directory; retrying every 200 ms");
                 }
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_PAUSE);
             }
         }
         self.lease.end();
@@ -60,14 +61,14 @@ impl Watcher {
     fn follow(&mut self) -> Result<(), DirectoryError> {
         self.resume_kept()?;
         let (entries, revision) = self.member.registry.list()?;
-        self.note_listing(&entries)?;
+        self.apply_listing(&entries)?;
         self.place_all();
         let mut watch = self.member.registry.watch(revision + 1)?;
         while !self.member.stops.load(Ordering::Acquire) && !self.lease.is_lost() {
             let mut has_changed = false;
             let mut event = watch.next(TICK)?;
             while let Some(next) = event {
-                has_changed |= self.note_event(&next)?;
+                has_changed |= self.apply_event(&next)?;
                 event = watch.next(Duration::ZERO)?;
             }
             if has_changed {
@@ -78,7 +79,7 @@ impl Watcher {
         Ok(())
     }
 
-    /// Claims the partitions again that this server had when its lease ended.
+    /// Claims the kept partitions again, until each is claimed or another server has had it.
     fn resume_kept(&mut self) -> Result<(), DirectoryError> {
         let (count, mut resumed) = (self.kept.len(), 0);
         while !self.kept.is_empty() {
@@ -88,17 +89,17 @@ impl Watcher {
             resumed += self.member.resume_kept(&mut self.kept)?;
             self.member.server().wake();
             if !self.kept.is_empty() {
-                // Another server has changed some of the records in the same moment.
+                // Another server has changed some of the records at the same time.
                 std::thread::sleep(CONFLICT_PAUSE);
             }
         }
         if count > 0 {
-            tracing::info!(resumed, of = count, "partitions continue here after the lease had ended");
+            tracing::info!(resumed, of = count, "resumed partitions after the lease had ended");
         }
         Ok(())
     }
 
-    fn note_listing(&self, entries: &[DirectoryEntry]) -> Result<(), DirectoryError> {
+    fn apply_listing(&self, entries: &[DirectoryEntry]) -> Result<(), DirectoryError> {
         let mut servers = BTreeMap::new();
         for entry in entries {
             match self.member.registry.parse_key(&entry.key) {
@@ -106,8 +107,8 @@ impl Watcher {
                     servers.insert(number, decode::<ServerRecord>(entry)?);
                 }
                 Some(CacheKey::Partition(partition)) => {
-                    if let Some(seat) = self.member.seats.get(partition) {
-                        seat.lock().record = Some(decode(entry)?);
+                    if let Some(slot) = self.member.slots.get(partition) {
+                        slot.lock().record = Some(decode(entry)?);
                     }
                 }
                 None => {}
@@ -117,8 +118,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Notes a change; returns whether it is one of partitions or servers.
-    fn note_event(&self, event: &WatchEvent) -> Result<bool, DirectoryError> {
+    /// Applies a change; returns whether it concerns a partition or a server.
+    fn apply_event(&self, event: &WatchEvent) -> Result<bool, DirectoryError> {
         let Some(key) = self.member.registry.parse_key(&event.key) else { return Ok(false) };
         let entry = match &event.kind {
             WatchEventKind::Put { value, lease } => Some(DirectoryEntry {
@@ -139,20 +140,21 @@ impl Watcher {
                 };
             }
             CacheKey::Partition(partition) => {
-                if let Some(seat) = self.member.seats.get(partition) {
-                    seat.lock().record = entry.as_ref().map(decode).transpose()?;
+                if let Some(slot) = self.member.slots.get(partition) {
+                    slot.lock().record = entry.as_ref().map(decode).transpose()?;
                 }
             }
         }
         Ok(true)
     }
 
-    /// Notes where all partitions are that are not here.
+    /// Sets the presence of all partitions that are not here, and closes links and connections to
+    /// ended servers.
     fn place_all(&mut self) {
         let member = Arc::clone(&self.member);
         let mut has_changed = false;
-        for (partition, seat) in member.seats.iter().enumerate() {
-            let state = seat.lock();
+        for (partition, slot) in member.slots.iter().enumerate() {
+            let state = slot.lock();
             let is_absent = matches!(state.holder.holding(), Holding::Absent | Holding::Prepared { .. });
             let items = &member.server().store().partitions()[partition];
             let known = items.presence();
@@ -174,7 +176,7 @@ impl Watcher {
         }
     }
 
-    /// Has the workers give up their links with servers that have ended.
+    /// Closes the workers' links to servers that have ended.
     fn end_links(&mut self) {
         let lives: BTreeMap<u16, u64> = {
             let servers = self.member.servers.read();
@@ -188,11 +190,11 @@ impl Watcher {
         self.lives = lives;
     }
 
-    /// Claims partitions that no server has.
+    /// Claims partitions that no server owns. They begin without items.
     fn claim_lost(&mut self) -> Result<(), DirectoryError> {
         let member = Arc::clone(&self.member);
         let own = member.life();
-        // Other threads lock the servers while they hold the lock of a partition.
+        // A copy: the slots must be locked before the servers.
         let servers = member.servers.read().clone();
         let view = ServerView::new(own, &servers);
         if !view.lives(own) {
@@ -208,20 +210,20 @@ impl Watcher {
             self.begin_empty(partition, own, generation);
         }
         if count > 0 {
-            tracing::info!(count, "partitions begin here, without items");
+            tracing::info!(count, "claimed partitions, which begin without items");
             member.server().wake();
         }
         Ok(())
     }
 
-    /// The claims of partitions that this server is to claim now.
+    /// Returns the partitions that this server claims now.
     fn next_claims(&mut self, view: &ServerView<'_>) -> Vec<Claim> {
         let (member, now) = (Arc::clone(&self.member), Instant::now());
         let mut claims = Vec::new();
-        for (partition, seat) in member.seats.iter().enumerate() {
-            let state = seat.lock();
+        for (partition, slot) in member.slots.iter().enumerate() {
+            let state = slot.lock();
             let is_absent = matches!(state.holder.holding(), Holding::Absent | Holding::Prepared { .. });
-            if is_absent && state.receiving.is_none() {
+            if is_absent && state.incoming.is_none() {
                 claims.extend(self.lost.next_claim(partition, state.record.as_ref(), view, now));
             } else {
                 self.lost.remove(partition);
@@ -233,34 +235,34 @@ impl Watcher {
     fn begin_empty(&mut self, partition: usize, own: Life, generation: u64) {
         self.lost.remove(partition);
         let member = &self.member;
-        let mut state = member.seats[partition].lock();
-        // A hand-over to this server that had begun is refused by the new generation.
+        let mut state = member.slots[partition].lock();
+        // The new generation refuses a hand-over to this server that had begun.
         state.holder = Holder::owner(own, generation);
         state.record = Some(aquifer_ownership::SegmentRecord::new(own, generation));
         member.forget(partition, Presence::Unknown);
         member.server().store().begin_empty(partition, generation);
     }
 
-    /// Joins again when the lease has ended: nothing is this server's any more. The items of what
-    /// it had stay until it is known whether another server has had the partitions since.
+    /// Joins again when the lease has ended: this server owns no partition any more. The items of
+    /// its partitions stay until it is known whether another server has had the partitions since.
     fn join_again(&mut self) {
         let member = Arc::clone(&self.member);
         let (store, now_s) = (member.server().store(), member.server().now_s());
         let is_here = |partition: &usize| {
             matches!(store.partitions()[*partition].presence(), Presence::Here | Presence::Leaving)
         };
-        let here: Vec<usize> = (0..member.seats.len()).filter(is_here).collect();
+        let here: Vec<usize> = (0..member.slots.len()).filter(is_here).collect();
         store.suspend(&here);
-        for (partition, seat) in member.seats.iter().enumerate() {
-            let mut state = seat.lock();
+        for (partition, slot) in member.slots.iter().enumerate() {
+            let mut state = slot.lock();
             if store.partitions()[partition].presence() == Presence::Here {
-                // It has arrived meanwhile.
+                // The partition has arrived meanwhile.
                 store.suspend(&[partition]);
             }
             let is_suspended = store.partitions()[partition].presence() == Presence::Leaving;
-            match state.settled_record() {
+            match state.owned_record() {
                 Some(record) if is_suspended => drop(self.kept.insert(partition, record)),
-                // It may have been claimed before, and not be this server's yet.
+                // Kept since an earlier lease, and not claimed yet.
                 _ if self.kept.contains_key(&partition) => {}
                 _ if is_suspended => {
                     store.leave(partition, now_s);
@@ -268,21 +270,21 @@ impl Watcher {
                 }
                 _ => {}
             }
-            if let Some(giving) = state.giving.take()
-                && let Some(offered) = giving.offered
+            if let Some(outgoing) = state.outgoing.take()
+                && let Some(offered) = outgoing.offered
             {
                 member.memories.withdraw(&offered);
             }
-            state.ended = Some(Err("the lease of this server has ended".to_owned()));
+            state.outcome = Some(Err("the lease of this server has ended".to_owned()));
             state.holder = Holder::absent(state.holder.own());
-            seat.changed.notify_all();
+            slot.changed.notify_all();
         }
-        // What is being copied must not come when the partition is claimed.
-        while member.seats.iter().any(|seat| seat.lock().receiving.is_some()) {
+        // A copy in progress must not arrive after the partition is claimed.
+        while member.slots.iter().any(|slot| slot.lock().incoming.is_some()) {
             if member.stops.load(Ordering::Acquire) {
                 return;
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_PAUSE);
         }
         let granted = KeptLease::grant(member.registry.directory(), &member.serving_deadline);
         let joined = granted.map(|lease| {
@@ -293,29 +295,29 @@ impl Watcher {
             Ok((lease, Ok(record))) => {
                 let own = record.life();
                 *member.own.write() = record;
-                for seat in &member.seats {
-                    // What was accepted in this moment for the ended lease ends by itself.
+                for slot in &member.slots {
+                    // A hand-over that was accepted meanwhile under the ended lease fails.
                     loop {
-                        let mut state = seat.lock();
-                        if state.receiving.is_none() {
-                            *state = SeatState::new(own);
+                        let mut state = slot.lock();
+                        if state.incoming.is_none() {
+                            *state = PartitionState::new(own);
                             break;
                         }
                         drop(state);
-                        std::thread::sleep(PAUSE);
+                        std::thread::sleep(RETRY_PAUSE);
                     }
                 }
                 std::mem::replace(&mut self.lease, lease).end();
                 self.lost.clear();
             }
             Ok((lease, Err(error))) => {
-                tracing::warn!(%error, "the server cannot join again yet");
+                tracing::warn!(%error, "cannot put the record of this server into the directory; retrying");
                 lease.end();
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_PAUSE);
             }
             Err(error) => {
-                tracing::warn!(%error, "the server cannot join again yet");
-                std::thread::sleep(PAUSE);
+                tracing::warn!(%error, "cannot get a new lease for this server; retrying");
+                std::thread::sleep(RETRY_PAUSE);
             }
         }
     }

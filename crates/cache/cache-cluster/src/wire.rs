@@ -1,4 +1,5 @@
-//! What servers, and operators, ask each other. `docs/formats/cache-peers.md` has the messages.
+//! Messages between servers, and between operators and servers, as `docs/formats/cache-peers.md`
+//! describes them.
 
 use std::net::SocketAddr;
 
@@ -14,21 +15,21 @@ pub const VERSION: u32 = 4;
 pub struct Hello {
     /// The version of the protocol.
     pub version: u32,
-    /// The cache.
+    /// The name of the cache.
     pub cache: String,
-    /// What the connection is for.
+    /// The purpose of the connection.
     pub purpose: Purpose,
-    /// Whether all that follows is to be encrypted.
+    /// Whether the sender requires that the frames on the connection are encrypted.
     pub encrypt: bool,
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Purpose {
-    /// Requests of clients are forwarded.
+    /// Forwarding of requests of clients, in frames.
     Requests,
-    /// Questions.
+    /// Requests to the server itself: an [`Ask`] and its [`Answer`] at a time.
     Questions,
 }
 
@@ -36,53 +37,54 @@ pub enum Purpose {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Welcome {
-    /// The connection is accepted, and what follows is encrypted or not.
+    /// The connection is accepted.
     Accepted {
-        /// Whether it is.
+        /// Whether the frames on it are encrypted.
         encrypt: bool,
     },
-    /// It is refused, for this reason.
+    /// The connection is refused, for this reason.
     Refused(String),
 }
 
-/// A question.
+/// A request to a server.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ask {
-    /// To the target of a hand-over: be prepared, and copy the partition.
+    /// Source to target: accept the hand-over, and begin to copy the partition.
     Prepare {
         /// The hand-over.
         handover: Handover,
-        /// Where the partition is.
+        /// The memory of the partition.
         offer: Offer,
     },
-    /// To the source: how far do the runs in use go?
+    /// Target to source: return the end of the runs in use. Also a keep-alive.
     Extent(Handover),
-    /// To the source: the partition is copied up to what is being written. Let it rest.
+    /// Target to source: pause the partition, because nearly all of it is copied.
     Rest(Handover),
-    /// To the source: all is copied. Give the partition.
+    /// Target to source: transfer the ownership, because all of the partition is copied.
     Give(Handover),
-    /// To the source: the target has the partition.
+    /// Target to source: the target owns the partition.
     Received(Handover),
-    /// To the source: the target gives up, for this reason.
+    /// Target to source: the target has aborted the hand-over, for this reason.
     GiveUp(Handover, String),
-    /// To the target: answer whether it has the partition, and refuse it from now on if not.
+    /// Source to target: answer whether the target owns the partition, and refuse the hand-over for
+    /// ever if not.
     Query(Handover),
-    /// How the server is, for operators and for the balancer.
+    /// Returns the status of the server, for operators and for the balancer.
     Status,
-    /// To have a partition moved to another server.
+    /// Moves a partition from this server to another one.
     Move {
         /// The partition.
         partition: usize,
-        /// The number of the server.
+        /// The number of the other server.
         to: u16,
     },
-    /// To have the server drain, or to have partitions again.
+    /// Makes the server drain, or accept partitions again.
     Drain {
-        /// Whether it is to drain.
+        /// Whether the server drains from now on.
         drains: bool,
     },
-    /// To balance the load now.
+    /// Balances the load now.
     Balance,
 }
 
@@ -93,8 +95,8 @@ pub struct Handover {
     pub partition: usize,
     /// The number of the hand-over.
     pub generation: u64,
-    /// Tells attempts of the source with the same number apart: a number is used again if no intent
-    /// was written. 0 in a query, which is about all of them.
+    /// Number of the source's attempt. It distinguishes attempts with the same generation, which is
+    /// used again if no intent was written. 0 in a query, which concerns all attempts.
     pub attempt: u64,
     /// The source.
     pub from: Life,
@@ -102,87 +104,87 @@ pub struct Handover {
     pub to: Life,
 }
 
-/// Where the memory of a partition is.
+/// Location and size of the memory of a partition, and its load.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Offer {
-    /// The TCP address.
+    /// TCP address of the source's memory target.
     pub address: SocketAddr,
-    /// The machine, and the socket for servers on the same one.
+    /// Boot identity of the source's machine; empty without [`Self::socket`].
     pub machine: String,
-    /// See [`Self::machine`].
+    /// Path of the socket for servers of the same machine; may be empty.
     pub socket: String,
-    /// First address and key, over TCP.
+    /// Base address and key of the region over TCP.
     pub region: (u64, u32),
-    /// First address and key, over shared memory.
+    /// Base address and key of the region over shared memory.
     pub local_region: (u64, u32),
-    /// Runs of the layout.
+    /// Number of runs in the layout.
     pub runs: usize,
-    /// Buckets of the layout.
+    /// Number of buckets in the layout.
     pub buckets: usize,
-    /// Bytes of memory that the partition has.
+    /// Bytes of memory that the partition uses.
     pub bytes: u64,
-    /// Requests per second.
+    /// Requests per second to the partition.
     pub requests_per_s: f64,
 }
 
-/// An answer.
+/// The answer to an [`Ask`].
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
-    /// It is done.
+    /// The request is done.
     Done,
-    /// It is declined, for this reason.
+    /// The request is declined, for this reason.
     Declined(String),
-    /// To [`Ask::Extent`]: the end of the runs that are in use.
+    /// To [`Ask::Extent`]: the end of the runs in use.
     Extent(u32),
-    /// To [`Ask::Rest`]: not yet; ask again.
+    /// To [`Ask::Rest`]: the source has not written its intent yet; retry.
     NotYet,
-    /// To [`Ask::Rest`]: the partition rests.
+    /// To [`Ask::Rest`]: the partition is paused.
     Rests(Departure),
-    /// To [`Ask::Give`]: the partition is the target's.
+    /// To [`Ask::Give`]: the target owns the partition.
     Given,
-    /// To [`Ask::Query`]: it has it.
+    /// To [`Ask::Query`]: the target has received the partition.
     Received,
-    /// To [`Ask::Query`]: it has not, and will not.
+    /// To [`Ask::Query`]: the target has not received the partition, and refuses it from now on.
     NotReceived,
     /// To [`Ask::Status`].
     Status(Box<ServerStatus>),
-    /// To [`Ask::Balance`]: what was begun.
+    /// To [`Ask::Balance`]: the moves, as partition and target.
     Moves(Vec<(usize, u16)>),
 }
 
-/// How a server is.
+/// The status of a server.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct ServerStatus {
     /// The number of the server.
     pub server: u16,
-    /// Where clients reach it.
+    /// Addresses for clients.
     pub clients: Vec<String>,
-    /// Bytes of memory for items and their index, and how many are used.
+    /// Limit of the memory for items and their index, in bytes.
     pub memory_bytes: u64,
-    /// See [`Self::memory_bytes`].
+    /// Bytes of this memory that are used.
     pub used_bytes: u64,
-    /// Whether it is to have no partitions.
+    /// Whether the server drains.
     pub drains: bool,
-    /// Its partitions.
+    /// Partitions that the server owns.
     pub partitions: Vec<PartitionStatus>,
-    /// Partitions that were given to other servers since it started, and that were received.
+    /// Partitions that were handed over to other servers since the start.
     pub given: u64,
-    /// See [`Self::given`].
+    /// Partitions that were received from other servers since the start.
     pub received: u64,
 }
 
-/// How a partition is.
+/// The status of a partition.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct PartitionStatus {
     /// The partition.
     pub partition: usize,
-    /// Items.
+    /// Number of items.
     pub items: u64,
     /// Bytes of memory.
     pub bytes: u64,
     /// Requests per second, over the last seconds.
     pub requests_per_s: f64,
-    /// Whether it is moving.
+    /// Whether a hand-over of the partition is in progress.
     pub moves: bool,
 }

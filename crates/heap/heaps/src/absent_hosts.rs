@@ -1,8 +1,9 @@
-//! Hosts that are absent from the directory, whose tickets end.
+//! Hosts that are absent from the directory, and when their tickets end.
 //!
-//! A program may hold its ticket for a day, and its connection for longer. Both end when its host
-//! has had no lease for [`ABSENCE_TIMEOUT`]. A host whose agent is restarted in time keeps them,
-//! because objects belong to a user and not to a host: no earlier fence is needed for them.
+//! A program may hold its ticket for a day, and its connection for longer. Both end when the
+//! program's host has had no lease for [`ABSENCE_TIMEOUT`]. They survive a restart of the host's
+//! agent within this time: objects belong to a user and not to a host, so they need no earlier
+//! fence.
 //!
 //! Pure: the caller reads the clock, lists the hosts and sets the fences.
 
@@ -17,31 +18,31 @@ pub(crate) const ABSENCE_TIMEOUT: Duration = Duration::from_secs(60);
 /// A fence of a host up to an epoch.
 pub(crate) type Fence = (Host, u64);
 
-/// All hosts that may hold tickets, with the epochs of these.
+/// All hosts that may hold tickets, with the greatest epochs of the tickets.
 #[derive(Debug)]
 pub(crate) struct AbsentHosts {
     hosts: BTreeMap<Host, KnownHost>,
 }
 
-/// A host, until it is fenced.
+/// State of a host that is not fenced.
 #[derive(Clone, Copy, Debug)]
 struct KnownHost {
-    /// The greatest epoch that one of its tickets can have.
+    /// The greatest epoch that a ticket of the host can have.
     epoch: u64,
-    /// The time of the first listing without it; `None` if it was in the last one.
+    /// Time of the first listing without the host; `None` if the last listing had it.
     absent_since: Option<Instant>,
 }
 
 impl AbsentHosts {
-    /// Starts with all host numbers: an earlier process may have admitted any of them. `epoch` is
+    /// A set of all host numbers: an earlier process may have admitted any of them. `epoch` must be
     /// greater than the epochs of all leases granted before.
     pub fn new(epoch: u64) -> Self {
         let known = KnownHost { epoch, absent_since: None };
         Self { hosts: (1..Host::NODE.0).map(|number| (Host(number), known)).collect() }
     }
 
-    /// Takes a listing of all hosts with their epochs. Returns the fences of hosts that have been
-    /// absent for [`ABSENCE_TIMEOUT`]. A host that comes back later has a greater epoch.
+    /// Applies a listing of all hosts with their epochs. Returns the fences of hosts that have been
+    /// absent for [`ABSENCE_TIMEOUT`]. A host that joins again has a greater epoch.
     pub fn list(&mut self, present: &BTreeMap<Host, u64>, now: Instant) -> Vec<Fence> {
         for (&host, &epoch) in present {
             let known = self.hosts.entry(host).or_insert(KnownHost { epoch, absent_since: None });
@@ -72,12 +73,12 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_fenced_once_after_its_time_without_a_lease() {
+    fn a_host_without_a_lease_is_fenced_once_after_the_timeout() {
         let start = Instant::now();
         let mut hosts = AbsentHosts::new(OWN_EPOCH);
         assert_eq!(hosts.list(&listing(&[(1, 30)]), start), []);
         let others = hosts.list(&listing(&[(1, 30)]), start + ABSENCE_TIMEOUT);
-        // Hosts that were there before this process.
+        // Numbers of hosts that may have joined before this process.
         assert_eq!(others.len(), usize::from(Host::NODE.0) - 2);
         assert!(others.iter().all(|(host, epoch)| *host != Host(1) && *epoch == OWN_EPOCH));
         let away = start + 2 * ABSENCE_TIMEOUT;
@@ -85,7 +86,7 @@ mod tests {
         assert_eq!(hosts.list(&listing(&[]), away + ABSENCE_TIMEOUT / 2), []);
         assert_eq!(hosts.list(&listing(&[]), away + ABSENCE_TIMEOUT), [(Host(1), 30)]);
         assert_eq!(hosts.list(&listing(&[]), away + 3 * ABSENCE_TIMEOUT), []);
-        // Host 1 is back, and leaves again.
+        // Host 1 joins again, and leaves again.
         let back = away + 4 * ABSENCE_TIMEOUT;
         assert_eq!(hosts.list(&listing(&[(1, 40)]), back), []);
         assert_eq!(hosts.list(&listing(&[]), back), []);
@@ -103,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn time_without_listings_does_not_count() {
+    fn time_before_the_first_listing_without_a_host_does_not_count() {
         let start = Instant::now();
         let mut hosts = AbsentHosts::new(OWN_EPOCH);
         assert_eq!(hosts.list(&listing(&[(7, 31)]), start), []);

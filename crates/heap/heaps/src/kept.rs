@@ -38,7 +38,7 @@ impl Keeper {
             match open(&kept.item.record, kept.fds) {
                 Ok(heap) => heaps.push(heap),
                 Err(error) => {
-                    tracing::error!(node, uid = kept.item.uid, %error, "a kept heap is unusable; it is lost");
+                    tracing::error!(node, uid = kept.item.uid, %error, "cannot open a kept heap; it is lost");
                     keeper.client.release(HeldKind::Heap, kept.item.id);
                 }
             }
@@ -46,12 +46,12 @@ impl Keeper {
         Ok((keeper, heaps))
     }
 
-    /// Has the keeper release a heap.
+    /// Releases a heap from the keeper.
     pub fn release(&self, heap: u16) {
         self.client.release(HeldKind::Heap, self.item_number(heap));
     }
 
-    /// If the keeper was restarted, has the new one hold the heaps. To be called regularly.
+    /// Stores the heaps in the new keeper if the keeper was restarted. Must be called regularly.
     pub fn reconnect_if_closed(&self) {
         self.client.reconnect_if_closed();
     }
@@ -67,7 +67,7 @@ fn open(record: &str, fds: Vec<OwnedFd>) -> io::Result<KeptHeap> {
     Ok(KeptHeap { record, bytes: HeapBytes::open(fds)? })
 }
 
-/// The keeper, as the service uses it.
+/// Implements the service's interface to the keeper.
 #[derive(Debug)]
 pub(crate) struct ServiceKeeper(pub Arc<Keeper>);
 

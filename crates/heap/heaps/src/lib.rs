@@ -1,7 +1,7 @@
 //! The daemon that serves heaps of objects, beside a memory node.
 //!
-//! It is a process of its own and maps heaps only, so an error in what reads the messages of
-//! programs opens no other memory of the machine. A keeper holds the heaps when the process ends,
+//! The daemon is a separate process that maps heaps only. So a fault in its parser of programs'
+//! messages exposes no other memory of the machine. A keeper holds the heaps when the process ends,
 //! and the next process continues with them.
 
 #![forbid(unsafe_code)]

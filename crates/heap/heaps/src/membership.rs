@@ -1,4 +1,4 @@
-//! The service's lease and record in the directory, and the fences of hosts that are absent there.
+//! The service's lease and record in the directory, and the fencing of hosts that have left.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,8 +11,8 @@ use aquifer_fabric::{Host, Target};
 
 use crate::absent_hosts::AbsentHosts;
 
-/// Keeps the service's record in the directory, whatever happens to the connection to it, and
-/// fences hosts that have left.
+/// Keeps the service's record in the directory, over failures of the connection to it, and fences
+/// hosts that have left.
 pub struct Membership {
     connect: ConnectDirectory,
     directory: Arc<dyn Directory>,
@@ -27,11 +27,11 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Puts the record into the directory at the moment `now`. Its epoch is that of the lease.
-    /// `targets` are those that admit tickets.
+    /// Puts the record into the directory at the time `now`, with the epoch of a new lease.
+    /// `targets` are the targets that admit tickets.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// Errors of the directory.
     pub fn join(
         connect: ConnectDirectory,
         mut record: HeapsRecord,
@@ -45,7 +45,7 @@ impl Membership {
         Ok(Self { connect, directory, lease, record, ttl, renewed: now, failures, hosts, targets })
     }
 
-    /// Renews the lease and lists the hosts, if that is due. After failures it connects again, and
+    /// Renews the lease and lists the hosts, if that is due. Reconnects after a failure, and
     /// registers again if the lease has ended.
     pub fn renew(&mut self, now: Instant) {
         if now.saturating_duration_since(self.renewed) < self.ttl / 3 {
@@ -78,22 +78,22 @@ impl Membership {
         self.fence_absent_hosts(now)
     }
 
-    /// Ends the tickets and connections of hosts that have left.
+    /// Fences hosts that have left, which ends their tickets and connections.
     fn fence_absent_hosts(&mut self, now: Instant) -> Result<(), DirectoryError> {
         let agents = names::agents(&*self.directory)?;
         let present: BTreeMap<Host, u64> =
             agents.iter().map(|agent| (Host(agent.host), agent.epoch)).collect();
         for (host, epoch) in self.hosts.list(&present, now) {
-            tracing::debug!(host = host.0, epoch, "tickets of a host that has no lease have ended");
+            tracing::debug!(host = host.0, epoch, "ending the tickets of a host without a lease");
             self.targets.iter().for_each(|target| target.fence(host, epoch));
         }
         Ok(())
     }
 
-    /// Removes the record.
+    /// Ends the lease, which removes the record.
     pub fn leave(&self) {
         if let Err(error) = self.directory.lease_revoke(self.lease.id) {
-            tracing::debug!(%error, "the record of the service ends with its lease");
+            tracing::debug!(%error, "revoking the lease failed; it expires by itself");
         }
     }
 }

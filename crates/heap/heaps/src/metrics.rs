@@ -35,8 +35,8 @@ impl Collector for HeapsCollector {
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
         info(encoder, about("build", "Version of the build."), &version)?;
         let (taken, total) = self.0.memory_bytes();
-        gauges(encoder, bytes("memory", "Memory that heaps may take."), [(Labels::new(), total)])?;
-        gauges(encoder, bytes("taken", "Memory that heaps have taken."), [(Labels::new(), taken)])?;
+        gauges(encoder, bytes("memory", "Limit of the memory of all heaps."), [(Labels::new(), total)])?;
+        gauges(encoder, bytes("taken", "Memory that heaps have reserved."), [(Labels::new(), taken)])?;
         let reports: Vec<HeapReport> =
             self.0.tenants().into_iter().filter_map(|tenant| self.0.report(tenant)).collect();
         let of_tenant = |value: fn(&HeapReport) -> u64| {
@@ -48,7 +48,11 @@ impl Collector for HeapsCollector {
         gauges(encoder, bytes("held", "Memory of blocks."), of_tenant(|report| report.held_bytes))?;
         let live = bytes("live", "Memory of objects, with their headers.");
         gauges(encoder, live, of_tenant(|report| report.live_bytes))?;
-        gauges(encoder, bytes("limit", "Most memory of blocks."), of_tenant(|report| report.limit_bytes))?;
+        gauges(
+            encoder,
+            bytes("limit", "Limit of the memory of blocks."),
+            of_tenant(|report| report.limit_bytes),
+        )?;
         gauges(encoder, about("objects", "Objects."), of_tenant(|report| report.objects))?;
         counters(encoder, about("merges", "Blocks that were merged."), of_tenant(|report| report.merges))?;
         let corrections = about("corrections", "Pointers that were corrected.");

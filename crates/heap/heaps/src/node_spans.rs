@@ -1,4 +1,4 @@
-//! The node on this machine, of whose memory the heaps take a part.
+//! The memory node on this machine, from which the heaps get their memory.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,12 +13,12 @@ use parking_lot::Mutex;
 
 /// Frames of a span.
 const SPAN_FRAMES: u32 = 32;
-/// Longest wait for an answer.
+/// Timeout of an answer of the node.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Pause between attempts to connect.
+/// Shortest interval between attempts to connect to the node.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The connection to the node. It is opened again after it has broken.
+/// The connection to the node, which is opened again after a failure.
 #[derive(Debug)]
 pub(crate) struct NodeSpans {
     path: PathBuf,
@@ -29,21 +29,21 @@ pub(crate) struct NodeSpans {
 #[derive(Debug, Default)]
 struct Link {
     socket: Option<OwnedFd>,
-    /// When a connection was tried last.
+    /// Time of the last attempt to connect.
     tried: Option<Instant>,
-    /// Whether the node held all that it was asked for.
+    /// Whether the node has granted all spans of the last request.
     is_held: bool,
     refusal: Option<String>,
 }
 
 impl NodeSpans {
-    /// The node whose socket is at `path`. It holds what the heaps have for `kept_ms` milliseconds
-    /// after this process has ended.
+    /// A connection to the node whose socket is at `path`, not open yet. The node keeps the spans
+    /// of the heaps for `kept_ms` milliseconds after this process has ended.
     pub fn new(path: &Path, kept_ms: u64) -> Self {
         Self { path: path.to_owned(), kept_ms, link: Mutex::default() }
     }
 
-    /// Why the node gives no memory to heaps, if it has said so.
+    /// The reason of the node's last refusal to grant memory, if any.
     pub fn refusal(&self) -> Option<String> {
         self.link.lock().refusal.clone()
     }
@@ -76,14 +76,14 @@ impl FrameSource for NodeSpans {
             Ok(Frame::SpansHeld(held)) => return Some(held.saturating_mul(SPAN_FRAMES)),
             Ok(Frame::Refused(reason)) => link.refusal = Some(reason),
             Ok(_) => {}
-            Err(error) => tracing::debug!(%error, "the node does not answer"),
+            Err(error) => tracing::debug!(%error, spans, "cannot request spans from the node"),
         }
         None
     }
 
     fn is_held(&self) -> bool {
         let mut link = self.link.lock();
-        // The node sends nothing by itself: what is readable is the end of the connection.
+        // The node sends only answers: if the socket is readable, the connection has ended.
         let has_ended =
             |socket: &OwnedFd| wait_readable(&[socket], Duration::ZERO).is_ok_and(|is_readable| is_readable);
         if link.socket.as_ref().is_some_and(has_ended) {

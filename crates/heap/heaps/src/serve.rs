@@ -1,4 +1,4 @@
-//! The daemon: from the heaps that an earlier process has left to the end of the lease.
+//! The daemon's main function and options.
 
 use std::fmt;
 use std::io;
@@ -26,19 +26,19 @@ use crate::shared::SharedPrograms;
 
 /// Usual lifetime of the lease without a keep-alive.
 pub const LEASE_TTL: Duration = Duration::from_secs(5);
-/// Interval of upkeep: compaction, and the keep-alive of the lease.
-const TICK: Duration = Duration::from_millis(100);
-/// Longest wait in one piece, so that a request to stop is soon noticed.
-const PAUSE: Duration = Duration::from_millis(20);
+/// Interval of maintenance: compaction, keep-alive of the lease, and reconnecting to the keeper.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval at which a request to stop is polled.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Most endpoints of all programs.
+/// Largest number of endpoints of all programs.
 const ENDPOINTS_MAX: usize = 8192;
-/// Endpoints have at most this part of the descriptors of the process.
+/// Descriptors of the process's limit for each endpoint.
 const DESCRIPTORS_PER_ENDPOINT: u64 = 4;
-/// A tenant has at most this part of the endpoints, so that it leaves some to others. Agents give
-/// tickets for few ids of one user.
+/// A tenant may have 1/32 of the endpoints. Agents issue tickets for few ids of one user, so a user
+/// cannot use up the endpoints of others.
 const TENANT_ENDPOINTS_DIVISOR: usize = 32;
-/// Endpoints that a tenant may have in any case.
+/// Endpoints that each tenant may have at least.
 const TENANT_ENDPOINTS_MIN: usize = 16;
 
 impl fmt::Debug for HeapsOptions {
@@ -61,36 +61,36 @@ impl fmt::Debug for HeapsOptions {
     }
 }
 
-/// Where a service listens.
+/// The socket on which a service listens.
 #[derive(Debug)]
 pub enum HeapsListen {
-    /// At an address.
+    /// A new socket at this address.
     At(SocketAddr),
-    /// On a socket that already listens.
+    /// A socket that already listens.
     On(TcpListener),
 }
 
 /// An RDMA device that serves the memory of heaps.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceOptions {
-    /// Its address.
+    /// Address of the device.
     pub address: SocketAddr,
-    /// The memory of each heap, which is pinned.
+    /// Bytes of memory of each heap, which is pinned.
     pub heap_bytes: u64,
 }
 
 /// Options of a service of heaps.
 pub struct HeapsOptions {
-    /// The number of its node.
+    /// The number of the node whose memory the heaps use.
     pub node: u16,
-    /// Memory that all heaps together may take.
+    /// Limit of the memory of all heaps together, in bytes.
     pub memory_bytes: u64,
-    /// The socket of the node, of whose memory they take it. `None`: the heaps have memory of their
-    /// own, beside what the node lends.
+    /// Socket of the node that lends the memory of the heaps. `None`: the heaps have memory of
+    /// their own, in addition to the memory that the node lends.
     pub node_socket: Option<PathBuf>,
-    /// Where it listens.
+    /// The socket for clients.
     pub listen: HeapsListen,
-    /// Address at which clients reach it, if it differs from `listen`.
+    /// Address by which clients connect, if it differs from `listen`.
     pub advertise: Option<SocketAddr>,
     /// The RDMA device that serves reads, if any.
     pub device: Option<DeviceOptions>,
@@ -98,7 +98,7 @@ pub struct HeapsOptions {
     pub key: ClusterKey,
     /// Number of threads that answer requests.
     pub threads: Option<usize>,
-    /// Whether it encrypts, unless the client wants none either.
+    /// Whether the service requires encryption ([`TcpOptions::encrypt`]).
     pub encrypt: Option<bool>,
     /// Connects to the directory.
     pub connect: ConnectDirectory,
@@ -117,31 +117,29 @@ pub struct HeapsOptions {
 /// Why a service cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum HeapsError {
-    /// The keeper cannot be used.
+    /// The connection to the keeper failed.
     #[error("the keeper at {path} cannot hold heaps: {source}", path = path.display())]
     Keeper {
-        /// Its socket.
+        /// Socket of the keeper.
         path: PathBuf,
-        /// What failed.
+        /// The error of the connection.
         source: io::Error,
     },
-    /// The node gives no memory to heaps.
-    #[error(
-        "heaps cannot have memory of node {node}: {reason}; give them memory of their own with --own-memory"
-    )]
+    /// The node lends no memory to heaps.
+    #[error("node {node} lends no memory to heaps: {reason}; use memory of their own with --own-memory")]
     Node {
         /// The node.
         node: u16,
         /// Reason of the refusal.
         reason: String,
     },
-    /// It cannot listen.
+    /// The socket for clients cannot be opened.
     #[error("cannot listen for clients: {0}")]
     Listen(#[from] TargetError),
     /// The socket for programs of this machine cannot be made.
     #[error("cannot listen at {path}: {source}", path = path.display())]
     Socket {
-        /// The path.
+        /// The path of the socket.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -154,7 +152,7 @@ pub enum HeapsError {
     Metrics(#[from] MetricsError),
 }
 
-/// Serves until `stop`, or until `when_unused` while no heap has an object.
+/// Serves heaps until `stop` is set, or until `when_unused` is set and no heap has an object.
 ///
 /// `ready` is called once, when programs can use the service.
 ///
@@ -186,7 +184,7 @@ pub fn serve(
         match service.restore(&*target, &heap.record, heap.bytes) {
             Ok(()) => tracing::info!(node = options.node, uid, "restored a heap"),
             Err(error) => {
-                tracing::error!(node = options.node, uid, %error, "a kept heap is unusable; it is lost");
+                tracing::error!(node = options.node, uid, %error, "cannot restore a kept heap; it is lost");
                 keeper.release(number);
             }
         }
@@ -216,16 +214,16 @@ pub fn serve(
         listener.map(|listener| metrics::serve(listener, Arc::clone(&service))).transpose()?;
     tracing::info!(node = options.node, bytes = options.memory_bytes, %address, "serving heaps");
     ready();
-    let mut tended = Instant::now();
+    let mut maintained = Instant::now();
     let must_end =
         || stop.load(Ordering::Relaxed) || when_unused.load(Ordering::Relaxed) && is_unused(&service);
     while !must_end() {
-        if tended.elapsed() >= TICK {
-            tended = Instant::now();
+        if maintained.elapsed() >= MAINTENANCE_INTERVAL {
+            maintained = Instant::now();
             service.tend();
             keeper.reconnect_if_closed();
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(STOP_POLL_INTERVAL);
     }
     drop(membership);
     Ok(())
@@ -245,7 +243,7 @@ impl KeptMembership {
         let keep = move || {
             while !must_stop.load(Ordering::Acquire) {
                 membership.renew(Instant::now());
-                std::thread::park_timeout(TICK);
+                std::thread::park_timeout(MAINTENANCE_INTERVAL);
             }
             membership.leave();
         };
@@ -265,7 +263,7 @@ impl Drop for KeptMembership {
     }
 }
 
-/// Answers the messages that came before the service answered them itself.
+/// Answers the messages that arrived before `service` answered the target's messages.
 fn answer_early_messages(target: &dyn Target, service: &HeapService) {
     let (mut message, mut answer) = (Vec::new(), Vec::new());
     while let Some(from) = target.receive(&mut message) {
@@ -281,7 +279,7 @@ fn is_unused(service: &HeapService) -> bool {
     reports.all(|report| report.objects == 0)
 }
 
-/// Opens the device that serves reads. Returns it with its address.
+/// Opens the device that serves reads. Returns its target and address.
 fn open_device(
     options: &HeapsOptions,
     device: DeviceOptions,
@@ -293,7 +291,7 @@ fn open_device(
     Ok((verbs.listen)(device.address, &options.key, Admission::Tickets(TICKET_SERVICE))?)
 }
 
-/// Endpoints of all programs that use heaps over the network. They need descriptors.
+/// Returns the limit of endpoints of all programs, by the process's limit of descriptors.
 fn endpoints_max() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(limit / DESCRIPTORS_PER_ENDPOINT).unwrap_or(usize::MAX).min(ENDPOINTS_MAX)

@@ -1,5 +1,5 @@
-//! Programs of this machine: each has a socket for its requests, which its agent has opened, and a
-//! thread that answers them.
+//! Programs of this machine: the agent opens a socket for each, and a thread of this process
+//! answers the requests on it.
 
 use std::collections::HashMap;
 use std::io;
@@ -20,15 +20,15 @@ use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX};
 use parking_lot::Mutex;
 use rustix::net::{SendFlags, send};
 
-/// Programs of one user at once.
+/// Largest number of programs of one user at a time.
 const PROGRAMS_PER_TENANT_MAX: usize = 256;
-/// Time to poll for the next request before sleeping.
+/// Time for which a thread polls for the next request before it sleeps.
 const SPIN_TIME: Duration = Duration::from_micros(100);
-/// Longest sleep of a thread that waits for a request.
-const IDLE_TIME: Duration = Duration::from_secs(60);
-/// Longest time in which a request to stop goes unnoticed.
+/// Longest sleep of a thread that waits for a request, between checks whether the heap is closed.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Interval at which a request to stop is polled, and pause after a failure to accept.
 const TICK: Duration = Duration::from_millis(100);
-/// Longest wait for the agent to name the user.
+/// Timeout of the agent's first frame, which names the user.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Accepts the connections of agents.
@@ -46,7 +46,7 @@ struct Programs {
 }
 
 impl SharedPrograms {
-    /// Listens at a socket, for the agent of the same user.
+    /// Listens at a socket for the agent, which has the same user id as this process.
     ///
     /// # Errors
     /// If the socket cannot be made.
@@ -105,18 +105,18 @@ impl Programs {
             return Err(io::ErrorKind::TimedOut.into());
         }
         let Ok((Frame::OpenHeap(uid), _)) = receive_frame(socket) else {
-            return Err(io::Error::other("it is no agent of this build"));
+            return Err(io::Error::other("the first frame is not that of an agent of this build"));
         };
         let _charge = match self.descriptors.charge(uid, THREAD_DESCRIPTORS) {
             Ok(charge) => charge,
             Err(error) => return send_frame(socket, &Frame::Refused(error.to_string()), &[]),
         };
         if !self.count_in(uid) {
-            let reason = format!("{PROGRAMS_PER_TENANT_MAX} programs of the user share the heap already");
+            let reason = format!("{PROGRAMS_PER_TENANT_MAX} programs of the user already share the heap");
             return send_frame(socket, &Frame::Refused(reason), &[]);
         }
-        // The program at the other end could otherwise send descriptors whose close waits, and this
-        // process serves others. Without the socket the program uses the network.
+        // A program could otherwise send descriptors whose close blocks, while this process serves
+        // other programs. A refused program uses the network.
         let is_safe = uid == rustix::process::geteuid().as_raw() || refuse_descriptors(socket);
         let result = if is_safe {
             self.serve_tenant(socket, uid)
@@ -138,14 +138,14 @@ impl Programs {
         let mut message = vec![0; MESSAGE_BYTES_MAX as usize];
         let mut answer = Vec::new();
         while !share.is_closed() {
-            let len = match receive_soon(socket, &mut message, SPIN_TIME, IDLE_TIME)? {
+            let len = match receive_soon(socket, &mut message, SPIN_TIME, WAIT_TIMEOUT)? {
                 Some(0) => return Ok(()),
                 Some(len) => len,
                 None => continue,
             };
             answer.clear();
             self.service.answer(Tenant(uid), &message[..len], &mut answer);
-            // A program that does not read its answers is not waited for.
+            // Does not wait for a program that does not read its answers.
             send(socket, &answer, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
         }
         Ok(())

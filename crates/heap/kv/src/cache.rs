@@ -1,4 +1,4 @@
-//! A client's cache of pointers to items. With it most gets read only the item.
+//! A client's cache of pointers to items, with which most gets read only the item.
 
 use aquifer_objects::pointer::Pointer;
 

@@ -133,7 +133,7 @@ impl Index {
             }
             let mut pointer = stored;
             if !objects.read(&mut pointer, &mut self.bytes).map_err(KvError::Objects)? {
-                // A larger bucket has replaced it.
+                // A larger bucket has replaced this one.
                 last_gone = Some(stored);
                 self.load(objects, number)?;
                 continue;
@@ -173,8 +173,8 @@ impl Index {
         Ok(matches!(written, Written::Done { .. }))
     }
 
-    /// Replaces a bucket by a larger one with these entries, unless it was changed since it was
-    /// read. Returns whether it was replaced.
+    /// Replaces a bucket by a larger one with these entries, unless the bucket was changed since it
+    /// was read. Returns whether the bucket was replaced.
     fn grow<O: Objects>(
         &mut self,
         objects: &mut O,
@@ -186,9 +186,9 @@ impl Index {
         }
         let larger = create_bucket(objects, (2 * found.capacity).clamp(entries.len(), ENTRIES_MAX), entries)?;
         let bytes = Bucket::encode_moved(found.version.wrapping_add(1), larger);
-        let mut mark = || objects.write_if(&mut found.pointer, found.version, &bytes);
+        let mut mark_moved = || objects.write_if(&mut found.pointer, found.version, &bytes);
         let is_done = Mutation::GrowUnmarked.is_active()
-            || matches!(mark().map_err(KvError::Objects)?, Written::Done { .. });
+            || matches!(mark_moved().map_err(KvError::Objects)?, Written::Done { .. });
         if is_done {
             self.replace(objects, found.number, Some(found.stored), larger)?;
         } else {
@@ -216,8 +216,8 @@ impl Index {
         Ok(is_done)
     }
 
-    /// Replaces the pointer to bucket `number` in its segment, if it is `last`, and frees `last`.
-    /// Returns whether it was replaced.
+    /// Replaces the pointer to bucket `number` in its segment, if the pointer is `last`, and frees
+    /// `last`. Returns whether the pointer was replaced.
     fn replace<O: Objects>(
         &mut self,
         objects: &mut O,

@@ -1,4 +1,4 @@
-//! The bytes of the objects of a store. `docs/formats/kv.md` is their description.
+//! The bytes of the objects of a store, as `docs/formats/kv.md` describes them.
 
 use aquifer_objects::pointer::Pointer;
 use siphasher::sip::SipHasher13;

@@ -45,16 +45,16 @@ pub enum KvError<E: std::error::Error> {
     #[error(transparent)]
     NotCreated(E),
     /// No store has this name.
-    #[error("there is no store of this name: make one (aquifer kv create)")]
+    #[error("there is no store of this name: create one (aquifer kv create)")]
     NoStore,
     /// A store of this name exists already.
-    #[error("there is a store of this name already")]
+    #[error("a store of this name already exists")]
     Exists,
     /// The name of the store is not valid.
     #[error("a store has a name of 1 to 48 bytes without control characters")]
     Name,
     /// The heap has too many stores.
-    #[error("the heap has {STORES_MAX} stores, which is its limit")]
+    #[error("the heap already has {STORES_MAX} stores, which is the limit")]
     TooManyStores,
     /// The key is empty or too long.
     #[error("a key has 1 to {KEY_BYTES_MAX} bytes")]
@@ -63,16 +63,16 @@ pub enum KvError<E: std::error::Error> {
     #[error("a value has at most {VALUE_BYTES_MAX} bytes")]
     Value,
     /// A bucket cannot grow any more.
-    #[error("the store has far more keys than it was made for: make another one for more keys")]
+    #[error("the store has far more keys than it was created for: create another one for more keys")]
     Full,
     /// An earlier version of this program created the store.
     #[error(
-        "an earlier version of aquifer, with another hash of keys, has made the store: make it anew \
+        "an earlier version of aquifer, with another hash of keys, created the store: create it again \
          (aquifer kv drop, aquifer kv create)"
     )]
     Version,
     /// Another program uses the heap's root object for something else.
-    #[error("the heap's root object is no catalog of stores: another program uses it")]
+    #[error("the heap's root object is not a catalog of stores: another program uses it")]
     OtherRoot,
     /// An object of the store is missing or malformed.
     #[error("the store is damaged")]
@@ -88,7 +88,7 @@ pub struct KvStore<O> {
     bytes: Vec<u8>,
     batch: Vec<Vec<u8>>,
     /// The last missing item, with the version of the bucket whose entry points to it.
-    gone: Option<(u64, Pointer)>,
+    last_missing: Option<(u64, Pointer)>,
 }
 
 /// The result of a search for a key in a bucket.
@@ -98,9 +98,9 @@ enum Found {
     /// An item that is marked as dead.
     Dead { at: usize },
     /// The bucket has no item of the key.
-    Nothing,
+    Absent,
     /// The bucket was changed by another client or by this search, and must be read again.
-    Again,
+    Changed,
 }
 
 /// A key with its value.
@@ -176,7 +176,7 @@ impl<O: Objects> KvStore<O> {
         let head = catalog.stores.iter().find(|(other, _)| other == name).ok_or(KvError::NoStore)?.1;
         let index = Index::open(&mut objects, head)?;
         let cache = ItemCache::new(CACHE_BITS);
-        Ok(Self { objects, index, cache, bytes: Vec::new(), batch: Vec::new(), gone: None })
+        Ok(Self { objects, index, cache, bytes: Vec::new(), batch: Vec::new(), last_missing: None })
     }
 
     /// Opens a store, or creates it for about `keys` keys if no store has this name.
@@ -295,8 +295,8 @@ impl<O: Objects> KvStore<O> {
                         _ => Err(KvError::Damaged),
                     };
                 }
-                Found::Dead { .. } | Found::Nothing => return Ok(None),
-                Found::Again => {}
+                Found::Dead { .. } | Found::Absent => return Ok(None),
+                Found::Changed => {}
             }
         }
     }
@@ -381,9 +381,9 @@ impl<O: Objects> KvStore<O> {
                 let found = self.find(&mut bucket, key, hash)?;
                 (Some(bucket), found)
             }
-            None => (None, Found::Nothing),
+            None => (None, Found::Absent),
         };
-        if let Found::Again = found {
+        if let Found::Changed = found {
             return Ok(false);
         }
         if let Found::Live { pointer, .. } = found
@@ -405,7 +405,7 @@ impl<O: Objects> KvStore<O> {
                 if is_done {
                     *staged = None;
                     if !self.replace_entry(bucket, at, Some(entry))? {
-                        self.tidy(key, (hash, number))?;
+                        self.remove_dead(key, (hash, number))?;
                     }
                 }
                 is_done
@@ -438,17 +438,17 @@ impl<O: Objects> KvStore<O> {
                 Found::Live { at, mut pointer } => {
                     if Mutation::DeleteUnmarked.is_active() || self.mark(&mut pointer, &DEAD.to_le_bytes())? {
                         if !self.replace_entry(&mut bucket, at, None)? {
-                            self.tidy(key, (hash, number))?;
+                            self.remove_dead(key, (hash, number))?;
                         }
                         return Ok(true);
                     }
                 }
                 Found::Dead { .. } => {
-                    self.tidy(key, (hash, number))?;
+                    self.remove_dead(key, (hash, number))?;
                     return Ok(false);
                 }
-                Found::Nothing => return Ok(false),
-                Found::Again => {}
+                Found::Absent => return Ok(false),
+                Found::Changed => {}
             }
         }
     }
@@ -459,14 +459,14 @@ impl<O: Objects> KvStore<O> {
         Ok(matches!(written, Written::Done { .. }))
     }
 
-    /// Removes dead and moved items of a key from its bucket, which operations have left.
-    fn tidy(&mut self, key: &[u8], (hash, number): (u64, usize)) -> Outcome<(), O> {
+    /// Removes a dead item of a key from its bucket, and completes replacements of moved ones.
+    fn remove_dead(&mut self, key: &[u8], (hash, number): (u64, usize)) -> Outcome<(), O> {
         loop {
             let Some(mut bucket) = self.index.bucket(&mut self.objects, number)? else { return Ok(()) };
             match self.find(&mut bucket, key, hash)? {
                 Found::Dead { at } if self.replace_entry(&mut bucket, at, None)? => return Ok(()),
-                Found::Dead { .. } | Found::Again => {}
-                Found::Live { .. } | Found::Nothing => return Ok(()),
+                Found::Dead { .. } | Found::Changed => {}
+                Found::Live { .. } | Found::Absent => return Ok(()),
             }
         }
     }
@@ -486,7 +486,7 @@ impl<O: Objects> KvStore<O> {
                 return Ok((items, next));
             }
             if let Some(first) = bucket.entries.first() {
-                self.note_gone(bucket.version, first.item)?;
+                self.record_missing(bucket.version, first.item)?;
             }
         }
     }
@@ -534,8 +534,8 @@ impl<O: Objects> KvStore<O> {
     ///
     /// # Errors
     /// [`KvError::Damaged`] if it was the last missing item, too.
-    fn note_gone(&mut self, version: u64, item: Pointer) -> Outcome<(), O> {
-        match self.gone.replace((version, item)) {
+    fn record_missing(&mut self, version: u64, item: Pointer) -> Outcome<(), O> {
+        match self.last_missing.replace((version, item)) {
             last if last == Some((version, item)) => Err(KvError::Damaged),
             _ => Ok(()),
         }
@@ -555,8 +555,8 @@ impl<O: Objects> KvStore<O> {
             }
             let mut pointer = item;
             if !self.read(&mut pointer)? {
-                self.note_gone(bucket.version, item)?;
-                return Ok(Found::Again);
+                self.record_missing(bucket.version, item)?;
+                return Ok(Found::Changed);
             }
             match Item::decode(&self.bytes).ok_or(KvError::Damaged)? {
                 Item::Live { key: found, .. } if found == key => return Ok(Found::Live { at, pointer }),
@@ -564,11 +564,11 @@ impl<O: Objects> KvStore<O> {
                 Item::Live { .. } | Item::Dead { .. } => {}
                 Item::Moved(to) => {
                     self.replace_entry(bucket, at, Some(BucketEntry { hash, item: to }))?;
-                    return Ok(Found::Again);
+                    return Ok(Found::Changed);
                 }
             }
         }
-        Ok(Found::Nothing)
+        Ok(Found::Absent)
     }
 
     /// Replaces or removes an entry of a bucket, and frees its item. Returns false if the bucket

@@ -31,7 +31,7 @@ const SCHEDULES: usize = 3000;
 /// Difference in bytes between the size classes of this heap.
 const CLASS_BYTES: usize = 64;
 
-/// The client was killed.
+/// The error of an operation of a killed client.
 #[derive(Debug, thiserror::Error)]
 #[error("killed")]
 struct Killed;
@@ -43,7 +43,7 @@ struct ModelHeap {
     next: Arc<Mutex<u64>>,
     /// Number of operations until the client is killed.
     left: Cell<u32>,
-    /// Number of objects until the heap is full.
+    /// Number of objects that can be allocated until the heap is full.
     room: Cell<u32>,
 }
 
@@ -66,7 +66,7 @@ impl ModelHeap {
         }
     }
 
-    /// A handle to this heap for another client, which is killed after `operations` operations.
+    /// Returns a handle to this heap for another client, killed after `operations` operations.
     fn client(&self, operations: u32) -> Self {
         Self { left: Cell::new(operations), ..self.clone() }
     }
@@ -75,7 +75,7 @@ impl ModelHeap {
         let left = self.left.get().checked_sub(1).ok_or(Killed)?;
         self.left.set(left);
         let done = operation(&mut self.objects.lock().expect("no client panics"));
-        // The last operation is carried out, and the client gets no answer.
+        // The last operation is carried out, but the client receives no answer.
         if left == 0 { Err(Killed) } else { Ok(done) }
     }
 }
@@ -194,7 +194,7 @@ fn play(may_kill: bool) {
     // Clients use the first two keys. The other keys fill the bucket, so that the second one makes
     // it grow.
     let fillers = if thread_rng().gen_bool(0.5) { &KEYS[2..] } else { &[] };
-    let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+    let mut store = KvStore::open(heap.clone(), NAME).expect("the store exists");
     fillers.iter().for_each(|key| store.put(key, b"filler").expect("no client is killed"));
     let keys = [KEYS[0].clone(), KEYS[1].clone()];
     let histories = [History::new(), History::new()];
@@ -218,7 +218,7 @@ fn play(may_kill: bool) {
         })
         .collect();
     clients.into_iter().for_each(|client| client.join().expect("no client panics"));
-    let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+    let mut store = KvStore::open(heap.clone(), NAME).expect("the store exists");
     let mut live = 0;
     for (key, history) in keys.iter().zip(&histories) {
         let pending = history.begin(Operation::Get(None));
@@ -242,7 +242,7 @@ fn a_put_into_a_full_heap_leaves_nothing() {
     let played = || {
         let heap = ModelHeap::new();
         KvStore::create_with_secret(&mut heap.clone(), NAME, 1, SECRET).expect("no client is killed");
-        let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+        let mut store = KvStore::open(heap.clone(), NAME).expect("the store exists");
         for key in &KEYS[1..] {
             store.put(key, b"value").expect("no client is killed");
         }
@@ -257,7 +257,7 @@ fn a_put_into_a_full_heap_leaves_nothing() {
         store.put(&KEYS[0], b"value").expect("there is room");
         assert_eq!(store.get(&KEYS[0]).expect("no client is killed"), Some(b"value".to_vec()));
         // A bucket that has an entry for a missing item is damaged: the client does not retry.
-        let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+        let mut store = KvStore::open(heap.clone(), NAME).expect("the store exists");
         let items: Vec<u64> = heap.objects.lock().expect("no client panics").keys().copied().collect();
         for number in items.iter().filter(|number| **number > 3) {
             let mut objects = heap.objects.lock().expect("no client panics");
@@ -276,7 +276,7 @@ fn an_item_at_an_old_address_is_replaced_by_the_next_put() {
     let played = || {
         let heap = ModelHeap::new();
         KvStore::create_with_secret(&mut heap.clone(), NAME, 1, SECRET).expect("no client is killed");
-        let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+        let mut store = KvStore::open(heap.clone(), NAME).expect("the store exists");
         let allocated = || *heap.next.lock().expect("no client panics");
         // In this heap, only items of 40 bytes are at addresses of merged blocks.
         for (bytes, items) in [([1; 23].as_slice(), 2), (&[1; 21], 0)] {

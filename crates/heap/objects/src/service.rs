@@ -290,14 +290,14 @@ impl HeapService {
         if let Some(devices) = self.devices.get() {
             let target = devices.target.upgrade().ok_or(OpenHeapError::Ended)?;
             let regions = heap.ledger.words.register_raw(&*target, scope)?;
-            registered.on_device = regions.to_vec();
-            heap.raw_regions = Some(regions.map(|region| self.block_region(heap, region)));
+            heap.raw_regions = Some(regions.each_ref().map(|region| self.block_region(heap, region)));
+            registered.on_device = regions.into();
         }
-        heap.regions = registered.regions.iter().map(|region| self.block_region(heap, *region)).collect();
+        heap.regions = registered.regions.iter().map(|region| self.block_region(heap, region)).collect();
         self.keep(tenant, heap).map_err(OpenHeapError::NotKept)
     }
 
-    fn block_region(&self, heap: &TenantHeap, region: Region) -> BlockRegion {
+    fn block_region(&self, heap: &TenantHeap, region: &Region) -> BlockRegion {
         BlockRegion { base: region.base, key: region.key.0, heap: heap.number, node: self.node }
     }
 

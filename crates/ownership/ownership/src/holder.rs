@@ -1,42 +1,44 @@
-//! What an agent knows of a segment: a state machine, which is journaled before its outputs are
-//! carried out.
+//! The state of a segment or partition at one host: a state machine.
+//!
+//! For segments it is journaled before its outputs are carried out, so that it survives restarts of
+//! the agent.
 
 use serde::{Deserialize, Serialize};
 
 use crate::Mutation;
 use crate::{Change, Life, Retraction, SegmentRecord};
 
-/// A segment at one agent.
+/// The state of one segment at one life.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Holder {
     own: Life,
     holding: Holding,
-    /// Hand-overs up to this number were received here, or will never be.
+    /// Every hand-over up to this number is decided here: received, or refused for ever.
     decided: u64,
-    /// The last hand-over that was received here.
+    /// Number of the last hand-over that was received here.
     received: u64,
 }
 
-/// How an agent holds a segment.
+/// How a life holds a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Holding {
-    /// Not at all.
+    /// The life does not have the segment.
     Absent,
-    /// It will own the segment when the source's message arrives.
+    /// The life becomes the owner when the source's [`Message::Transfer`] arrives.
     Prepared {
         /// The source.
         from: Life,
         /// The number of the hand-over.
         generation: u64,
     },
-    /// It owns the segment: its program may read and write.
+    /// The life owns the segment, which may be used.
     Owned {
-        /// The last number that is known to be used.
+        /// The greatest number of a hand-over that is known to be used.
         generation: u64,
-        /// What is being done about it.
+        /// Progress of the hand-over, or of the owner's confirmation.
         stage: Stage,
     },
-    /// It has sent the segment away. Whether the message has arrived is unknown.
+    /// The life has sent [`Message::Transfer`], and does not know whether it has arrived.
     Sent {
         /// The target.
         to: Life,
@@ -45,67 +47,67 @@ pub enum Holding {
     },
 }
 
-/// What an owner does.
+/// The operation that an owner has under way.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Stage {
-    /// The directory does not know the owner yet.
+    /// Confirmation: the record in the directory does not name the owner yet.
     Unconfirmed,
-    /// Nothing.
+    /// No operation: the record names the owner and has no intent.
     Settled,
-    /// It asks the target whether it is prepared.
+    /// Waiting for the target's answer to [`Message::Prepare`].
     Preparing(Life),
-    /// It writes its intent.
+    /// Writing the intent to the directory.
     Intending(Life),
-    /// The segment can be handed over by one message.
+    /// Ready: one [`Message::Transfer`] hands the segment over.
     Ready(Life),
-    /// It takes its intent back.
+    /// Retracting the intent in the directory.
     Retracting,
-    /// The directory must be asked whether there is an intent.
+    /// Reading the record, because it is unknown whether it has an intent.
     Unknown,
 }
 
-/// What happens to a holder.
+/// An event that a holder handles.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Input {
-    /// The program wants to hand the segment over to a process on this host.
+    /// The user of the segment wants to hand it over to this life.
     Connect(Life),
-    /// The program hands it over. It has no access any more.
+    /// The user hands the segment over, and has no access any more.
     Transfer,
-    /// The program does not want to hand it over.
+    /// The user cancels the hand-over.
     Abort,
-    /// A message of another agent.
+    /// A message of another life has arrived.
     Message(Life, Message),
     /// A transaction has ended: whether it was carried out.
     Written(Change, bool),
-    /// The directory's answer to [`Output::Observe`]: the record, and whether the lease lasts of
-    /// the agent to which the segment was sent.
+    /// The directory's answer to [`Output::Observe`]: the record, and whether the target of the
+    /// sent hand-over lives.
     Observed(SegmentRecord, bool),
-    /// The agent has a new process, which has found the journal.
+    /// A new process of the agent has read the journal.
     Restarted,
-    /// Nothing has happened for some time.
+    /// Some time has passed.
     Tick,
 }
 
-/// Messages between agents.
+/// A message between the source and the target of a hand-over, with its number.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Message {
-    /// To the target: be prepared.
+    /// Source to target: prepare to receive the segment.
     Prepare(u64),
-    /// To the source: the target is prepared.
+    /// Target to source: the target is prepared.
     Accept(u64),
-    /// To the source: the target is not prepared.
+    /// Target to source: the target is not prepared.
     Decline(u64),
-    /// To the target: it owns the segment.
+    /// Source to target: the target owns the segment.
     Transfer(u64),
-    /// To the source: the target owns the segment.
+    /// Target to source: the target has received the segment.
     Received(u64),
-    /// To the target: answer whether [`Message::Transfer`] has arrived, and refuse it if not.
+    /// Source to target: answer whether [`Message::Transfer`] has arrived, and refuse it if not.
     Query(u64),
-    /// To the source: it has not arrived, and is refused from now on.
+    /// Target to source: the transfer has not arrived, and the target refuses it from now on.
     NotReceived(u64),
 }
 
-/// What a holder has done.
+/// An action that the caller carries out for a holder.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Output {
     /// Send a message.
@@ -123,22 +125,22 @@ impl Holder {
         Self { own, holding: Holding::Absent, decided: 0, received: 0 }
     }
 
-    /// The owner of a new segment, whose record was written with this generation.
+    /// The owner of a new or claimed segment, whose record was written with this generation.
     #[must_use]
     pub const fn owner(own: Life, generation: u64) -> Self {
         let holding = Holding::Owned { generation, stage: Stage::Settled };
         Self { holding, decided: generation, ..Self::absent(own) }
     }
 
-    /// The holder after the segment was deallocated: it is not here, and nothing of what has
-    /// happened to it is forgotten. `None` if it is being handed over, or owned elsewhere.
+    /// Returns the holder after the segment was deallocated: absent, with the same decisions about
+    /// hand-overs. `None` if the segment is not owned here, or if an operation is under way.
     #[must_use]
     pub fn deallocated(&self) -> Option<Self> {
         let Holding::Owned { stage: Stage::Settled, .. } = self.holding else { return None };
         Some(Self { holding: Holding::Absent, ..self.clone() })
     }
 
-    /// The agent that this is.
+    /// The life that this holder belongs to.
     #[must_use]
     pub const fn own(&self) -> Life {
         self.own
@@ -150,14 +152,14 @@ impl Holder {
         self.holding
     }
 
-    /// Whether the program may read and write the segment, as long as the lease lasts.
+    /// Whether the segment may be used here, as long as the lease lasts.
     #[must_use]
     pub fn has_access(&self) -> bool {
         let keeps = Mutation::KeepSent.is_active() && matches!(self.holding, Holding::Sent { .. });
         matches!(self.holding, Holding::Owned { .. }) || keeps
     }
 
-    /// Handles an input, and appends what is to be done.
+    /// Handles an input, and appends the actions to carry out to `out`.
     pub fn step(&mut self, input: &Input, out: &mut Vec<Output>) {
         match input {
             Input::Connect(to) => self.connect(*to, out),
@@ -171,7 +173,7 @@ impl Holder {
         }
     }
 
-    /// Step 1.
+    /// Step 1: ask the target to prepare.
     fn connect(&mut self, to: Life, out: &mut Vec<Output>) {
         if let Holding::Owned { generation, stage: Stage::Settled } = self.holding {
             self.set_stage(generation, Stage::Preparing(to));
@@ -179,7 +181,7 @@ impl Holder {
         }
     }
 
-    /// Step 5.
+    /// Step 5: send the transfer.
     fn transfer(&mut self, out: &mut Vec<Output>) {
         if let Holding::Owned { generation, stage: Stage::Ready(to) } = self.holding {
             let generation = generation + 1;
@@ -190,7 +192,7 @@ impl Holder {
 
     fn abort(&mut self, out: &mut Vec<Output>) {
         match self.holding {
-            // If the target prepares itself, that means nothing without an intent.
+            // The target may become prepared, which has no effect without an intent.
             Holding::Owned { generation, stage: Stage::Preparing(_) } => {
                 self.set_stage(generation, Stage::Settled);
             }
@@ -223,7 +225,8 @@ impl Holder {
             (Message::NotReceived(refused), Holding::Sent { to, generation })
                 if to == from && refused == generation =>
             {
-                // A target that had it, and has forgotten, has confirmed it: then this fails.
+                // A target that has received the segment and forgotten that has confirmed it. Then
+                // this transaction fails.
                 let because = Retraction::Refused;
                 out.push(Output::Write(Change::Retract { owner: self.own, generation, because }));
             }
@@ -231,7 +234,7 @@ impl Holder {
         }
     }
 
-    /// Step 2.
+    /// Step 2: the target accepts or declines.
     fn prepare(&mut self, from: Life, generation: u64, out: &mut Vec<Output>) {
         let is_free = matches!(self.holding, Holding::Absent | Holding::Prepared { .. });
         if is_free && generation > self.decided {
@@ -242,11 +245,11 @@ impl Holder {
         }
     }
 
-    /// Step 6.
+    /// Step 6: the target owns the segment if it is prepared.
     fn transferred(&mut self, from: Life, generation: u64, out: &mut Vec<Output>) {
         let is_prepared = self.holding == Holding::Prepared { from, generation };
-        let is_trusting = Mutation::AcceptUnprepared.is_active() && self.holding == Holding::Absent;
-        if !is_prepared && !is_trusting {
+        let accepts_unprepared = Mutation::AcceptUnprepared.is_active() && self.holding == Holding::Absent;
+        if !is_prepared && !accepts_unprepared {
             return self.query(from, generation, out);
         }
         (self.decided, self.received) = (generation, generation);
@@ -255,14 +258,14 @@ impl Holder {
         self.confirm(generation, out);
     }
 
-    /// Step 7.
+    /// Step 7: the new owner confirms in the directory.
     fn confirm(&self, generation: u64, out: &mut Vec<Output>) {
         if !Mutation::NeverConfirm.is_active() {
             out.push(Output::Write(Change::Confirm { to: self.own, generation }));
         }
     }
 
-    /// Answers whether a hand-over was received. If not, it never will be.
+    /// Answers whether a hand-over was received, and refuses it for ever if not.
     fn query(&mut self, from: Life, generation: u64, out: &mut Vec<Output>) {
         if generation <= self.received {
             return out.push(Output::Send(from, Message::Received(generation)));
@@ -285,7 +288,7 @@ impl Holder {
                 if is_done {
                     self.set_stage(generation, Stage::Ready(to));
                 } else {
-                    self.find_out(generation, out);
+                    self.read_record(generation, out);
                 }
             }
             (
@@ -305,7 +308,7 @@ impl Holder {
                 if is_done {
                     self.set_stage(next, Stage::Settled);
                 } else {
-                    self.find_out(generation, out);
+                    self.read_record(generation, out);
                 }
             }
             (Change::Retract { generation: of, .. }, Holding::Sent { generation, .. })
@@ -339,7 +342,7 @@ impl Holder {
                 if !is_own {
                     self.holding = Holding::Absent;
                 } else if record.generation >= generation {
-                    // It was retracted, and the answer was lost.
+                    // The intent was retracted, and the answer was lost.
                     self.set_stage(record.generation, Stage::Settled);
                 } else if !lives || Mutation::RetakeUnfenced.is_active() {
                     let because = Retraction::Fenced;
@@ -356,8 +359,8 @@ impl Holder {
         match self.holding {
             Holding::Owned { generation, stage: Stage::Unconfirmed } => self.confirm(generation, out),
             Holding::Owned { stage: Stage::Settled, .. } => {}
-            // The program that has begun a hand-over has not heard its end.
-            Holding::Owned { generation, .. } => self.find_out(generation, out),
+            // Hand-overs that an earlier process of the agent has begun are retracted.
+            Holding::Owned { generation, .. } => self.read_record(generation, out),
             Holding::Sent { generation, .. } if Mutation::ForgetSent.is_active() => {
                 self.retract(generation - 1, out);
             }
@@ -379,14 +382,14 @@ impl Holder {
         }
     }
 
-    /// Takes the intent of the next hand-over back. The program has access again.
+    /// Retracts the intent of the next hand-over.
     fn retract(&mut self, generation: u64, out: &mut Vec<Output>) {
         self.set_stage(generation, Stage::Retracting);
         let (owner, generation, because) = (self.own, generation + 1, Retraction::Refused);
         out.push(Output::Write(Change::Retract { owner, generation, because }));
     }
 
-    fn find_out(&mut self, generation: u64, out: &mut Vec<Output>) {
+    fn read_record(&mut self, generation: u64, out: &mut Vec<Output>) {
         self.set_stage(generation, Stage::Unknown);
         out.push(Output::Observe);
     }

@@ -1,23 +1,23 @@
-//! Steps of the hand-over that the model breaks, to show that it notices.
+//! Steps of the hand-over that the model test breaks, to show that it notices.
 
 aquifer_mutation::mutations! {
     /// A step that can be broken.
     pub enum Mutation {
-        /// A host owns a segment that it was not prepared for.
+        /// A target becomes the owner although it is not prepared.
         AcceptUnprepared,
-        /// A target that has said that nothing has arrived forgets that it did.
+        /// A target forgets that it has refused a hand-over.
         ForgetRefusal,
-        /// A source owns again although the target may own.
+        /// A source retracts its intent although the target may own the segment.
         RetakeUnfenced,
-        /// A source keeps the segment while its message is on the way.
+        /// A source has access after it has sent the transfer.
         KeepSent,
-        /// A target never tells the directory that it owns.
+        /// A target never confirms in the directory that it owns the segment.
         NeverConfirm,
-        /// A source that was restarted takes it for granted that its message was lost.
+        /// A restarted source assumes that its transfer was lost.
         ForgetSent,
-        /// The directory lets another intent replace one.
+        /// An intent can replace another intent.
         ReplaceIntent,
-        /// An intent is retracted by its owner alone, whatever its generation.
+        /// An intent can be retracted whatever its generation.
         RetractAny,
         /// A segment is restored although the target of its last hand-over may have received it.
         RestoreUnfenced,

@@ -5,13 +5,13 @@ use serde::{Deserialize, Serialize};
 use crate::Life;
 use crate::Mutation;
 
-/// The owner of a segment, as the directory knows it, and the hand-over that has begun.
+/// The directory's record of a segment: its owner, and the hand-over that has begun.
 ///
-/// From a [`Message::Transfer`](crate::Message::Transfer) until its receiver has confirmed it, the
-/// owner is the receiver and not the one that is recorded.
+/// From the receipt of a [`Message::Transfer`](crate::Message::Transfer) until the target has
+/// confirmed it, the target is the owner, although the record names the source.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct SegmentRecord {
-    /// The owner.
+    /// The last owner that was confirmed.
     pub owner: Life,
     /// The number of the last hand-over that was confirmed or retracted.
     pub generation: u64,
@@ -19,7 +19,7 @@ pub struct SegmentRecord {
     pub intent: Option<Life>,
 }
 
-/// A transaction. It fails if the lease of its author has ended.
+/// A transaction on a record. Fails if the life of its author has ended.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Change {
     /// The owner intends to hand the segment over.
@@ -38,7 +38,7 @@ pub enum Change {
         /// The number of the hand-over.
         generation: u64,
     },
-    /// The owner takes an intent back. The number of the hand-over is not used again.
+    /// The owner retracts an intent. The number of the hand-over is not used again.
     Retract {
         /// The owner.
         owner: Life,
@@ -52,19 +52,19 @@ pub enum Change {
 /// Why the target of an intent does not own the segment.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Retraction {
-    /// Nothing was sent, or the target has said that it will not accept it any more.
+    /// The transfer was not sent, or the target refuses it for ever.
     Refused,
-    /// The lease of the target has ended, so the target owns nothing. The transaction checks it.
+    /// The life of the target has ended, so the target owns nothing. The transaction checks this.
     Fenced,
 }
 
-/// What the directory's record of a segment does not show.
+/// Facts about a segment that its record does not show.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Evidence {
-    /// The target of a hand-over that it will not accept any more, and the number of that.
+    /// A target that has refused a hand-over for ever, and the number of that hand-over.
     pub refused: Option<(Life, u64)>,
-    /// The host itself, if it does not have the segment: its agent has lost it, or has had no
-    /// answer to the transaction that made it the owner.
+    /// The life of this host, if the host does not have the segment: its agent has lost it, or has
+    /// received no answer to the transaction that made it the owner.
     pub unheld: Option<Life>,
 }
 
@@ -85,8 +85,8 @@ impl SegmentRecord {
         !is_owned && !self.intent.is_some_and(|to| may_arrive(to) && lives(to))
     }
 
-    /// Carries out a transaction, if the record permits it. `lives` says whether a lease lasts.
-    /// Returns whether it was carried out.
+    /// Carries out a transaction, if the record permits it. `lives` returns whether a life lasts.
+    /// Returns whether the transaction was carried out.
     #[must_use]
     pub fn apply(&mut self, change: &Change, lives: impl Fn(Life) -> bool) -> bool {
         let next = self.generation + 1;

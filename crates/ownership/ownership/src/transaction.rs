@@ -4,16 +4,15 @@ use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Transa
 
 use crate::{Change, Life, Retraction, SegmentRecord};
 
-/// Attempts of a transaction while others change the same record.
+/// Attempts at a transaction while other hosts change the same record.
 const ATTEMPTS_MAX: u32 = 16;
 
-/// Carries out a transaction of a hand-over whose record has this key. Returns whether it was
-/// carried out.
+/// Carries out a transaction on the record with this key. Returns whether it was carried out.
 ///
-/// `life_of` says whether a life lasts, and adds what the transaction depends on for that.
+/// `life_of` returns whether a life lasts, and adds compares that fail when that changes.
 ///
 /// # Errors
-/// Those of the directory. Then it may have been carried out.
+/// Errors of the directory. The transaction may have been carried out.
 pub fn carry_out(
     directory: &dyn Directory,
     key: &str,

@@ -1,7 +1,8 @@
-//! All orders of the steps of hand-overs, with agents that crash and leases that end.
+//! Exhaustive exploration of hand-overs: all orders of their steps, with agents that crash and
+//! hosts that die.
 //!
-//! Each state that can be reached is visited once. In each, at most one host has access; and if
-//! from then on all goes well, the segment has exactly one owner, unless the last one has died.
+//! Each reachable state is visited once. In each, at most one host has access, and if no fault
+//! follows, the segment gets exactly one owner, unless its last one has died.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -10,7 +11,7 @@ use aquifer_ownership::{
     Change, Evidence, Holder, Holding, Input, Life, Message, Mutation, Output, SegmentRecord, Stage,
 };
 
-/// How much may happen.
+/// Number of events of each kind that may still happen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Budget {
     connects: u8,
@@ -23,16 +24,16 @@ struct Budget {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct Host {
-    /// As it is journaled.
+    /// The journaled holder.
     holder: Holder,
     is_alive: bool,
-    /// Whether the agent runs. Its program runs on without it.
+    /// Whether the agent runs. The program continues without it.
     is_running: bool,
-    /// What the agent has not yet carried out; lost in a crash.
+    /// Outputs that the agent has not carried out yet; lost in a crash.
     outbox: Vec<Output>,
 }
 
-/// What is on its way.
+/// A message, transaction or answer in flight.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 enum Parcel {
     Message {
@@ -62,12 +63,12 @@ enum Parcel {
 struct World {
     hosts: Vec<Host>,
     record: SegmentRecord,
-    /// In order, so that equal worlds are equal.
+    /// Sorted, so that equal states compare equal.
     parcels: Vec<Parcel>,
     budget: Budget,
     /// The host that had access last.
     last: u8,
-    /// The host that restores the segment, and what it knows of it.
+    /// The host that restores the segment, and the evidence that it has collected.
     restoring: Option<(u8, Evidence)>,
 }
 
@@ -83,9 +84,9 @@ enum Action {
     /// The agent carries out the first of its outputs.
     Post(u8),
     Deliver(usize),
-    /// A host finds out whether the segment is lost.
+    /// A host begins to restore the segment: it asks the target of the intent.
     Fence(u8),
-    /// It owns what it has restored.
+    /// The restoring host becomes the owner if the segment is lost.
     Restore,
 }
 
@@ -236,7 +237,7 @@ impl World {
         self.hosts[usize::from(host_of(life))].is_alive
     }
 
-    /// Asks the target of the intent, as the dead source would.
+    /// Sends a query to the target of the intent in the name of the dead source.
     fn fence(&mut self, by: u8) {
         self.budget.restores -= 1;
         let record = &self.record;
@@ -252,7 +253,7 @@ impl World {
         self.restoring = Some((by, evidence));
     }
 
-    /// Later, perhaps when the record is another one.
+    /// Ends the restoration. The record may have changed since it began.
     fn restore(&mut self) {
         let Some((by, evidence)) = self.restoring.take() else { return };
         if !self.record.is_lost(evidence, |life| self.lives(life)) {
@@ -263,8 +264,7 @@ impl World {
         self.hosts[usize::from(by)].holder = Holder::owner(life(by), generation);
     }
 
-    /// Answers are for the process that has asked. A transaction that is on its way may still be
-    /// carried out.
+    /// Drops the answers to a crashed process. A transaction in flight may still be carried out.
     fn forget_answers(&mut self, host: u8) {
         self.parcels.retain(|parcel| match parcel {
             Parcel::Written { to, .. } => *to != host,
@@ -281,8 +281,8 @@ impl World {
         self.parcels.sort_unstable();
     }
 
-    /// What an agent has decided is in the memory of the segment. An agent without that forgets it;
-    /// messages that were on their way to it are lost with their connections.
+    /// Drops the decisions of an agent that holds nothing: they are journaled in the memory of the
+    /// segment. Messages in flight to the agent are lost with their connections.
     fn forget_decisions(&mut self, host: u8) {
         self.hosts[usize::from(host)].holder = Holder::absent(life(host));
         self.parcels.retain(|parcel| !matches!(parcel, Parcel::Message { to, .. } if *to == host));
@@ -298,7 +298,7 @@ impl World {
         let alive: Vec<bool> = self.hosts.iter().map(|host| host.is_alive).collect();
         let lives = |life: Life| alive[usize::from(host_of(life))];
         match parcel {
-            // To an agent that does not run, it is lost with the connection.
+            // A message to an agent that does not run is lost with the connection.
             Parcel::Message { from, to, message } => {
                 self.step(to, &Input::Message(life(from), message));
             }
@@ -326,8 +326,9 @@ impl World {
         }
     }
 
-    /// What comes if nothing fails any more. Returns whether it comes to an end.
-    fn settle(&mut self) -> bool {
+    /// Runs without further faults until nothing is in flight. Returns false if that takes too many
+    /// steps.
+    fn run_to_idle(&mut self) -> bool {
         for _ in 0..8 {
             for number in self.numbers() {
                 if !self.hosts[usize::from(number)].is_running {
@@ -352,10 +353,10 @@ impl World {
     }
 }
 
-/// Steps after which agents that only answer each other have not come to an end.
+/// Steps after which agents are taken to answer each other for ever.
 const STEPS_MAX: u32 = 200;
 
-/// The first fault that is found, with the number of states.
+/// Explores all states; returns their number, and the first violation.
 fn explore(hosts: u8, budget: Budget) -> (usize, Option<String>) {
     let first = World::new(hosts, budget);
     let (mut seen, mut waiting) = (HashSet::from([first.clone()]), VecDeque::from([first]));
@@ -379,23 +380,23 @@ fn fault_of(world: &World) -> Option<String> {
     if world.accessors().len() > 1 {
         return Some("several owners".into());
     }
-    let mut settled = world.clone();
-    if !settled.settle() {
-        return Some(format!("there is no end: {settled:#?}"));
+    let mut idle = world.clone();
+    if !idle.run_to_idle() {
+        return Some(format!("not idle after {STEPS_MAX} steps: {idle:#?}"));
     }
-    let accessors = settled.accessors();
-    let may_be_lost = !settled.hosts[usize::from(world.last)].is_alive;
+    let accessors = idle.accessors();
+    let may_be_lost = !idle.hosts[usize::from(world.last)].is_alive;
     match accessors[..] {
         [] if may_be_lost => None,
-        [] => Some(format!("no owner after {settled:#?}")),
+        [] => Some(format!("no owner after {idle:#?}")),
         [owner] => {
             // The directory knows the owner, and the next hand-over can begin.
             let is_settled = matches!(
-                settled.hosts[usize::from(owner)].holder.holding(),
+                idle.hosts[usize::from(owner)].holder.holding(),
                 Holding::Owned { stage: Stage::Settled | Stage::Ready(_), .. }
             );
-            let is_known = settled.record.owner == life(owner);
-            (!is_settled || !is_known).then(|| format!("the owner is not settled after {settled:#?}"))
+            let is_known = idle.record.owner == life(owner);
+            (!is_settled || !is_known).then(|| format!("the owner is not settled after {idle:#?}"))
         }
         _ => Some("several owners later".into()),
     }
@@ -403,7 +404,7 @@ fn fault_of(world: &World) -> Option<String> {
 
 const NOTHING: Budget = Budget { connects: 0, aborts: 0, ticks: 0, crashes: 0, deaths: 0, restores: 0 };
 
-/// What the model explores.
+/// Numbers of hosts and budgets that the test explores.
 const CASES: [(u8, Budget); 7] = [
     (2, Budget { connects: 3, aborts: 1, ticks: 2, ..NOTHING }),
     (2, Budget { connects: 2, ticks: 1, crashes: 2, ..NOTHING }),
@@ -419,12 +420,12 @@ fn explore_all(cases: &[(u8, Budget)]) {
         let (states, fault) = explore(hosts, budget);
         println!("{hosts} hosts, {budget:?}: {states} states");
         assert!(fault.is_none(), "{}", fault.unwrap_or_default());
-        assert!(states > 1000, "nearly nothing was explored");
+        assert!(states > 1000, "only {states} states were explored");
     }
 }
 
 #[test]
-fn a_segment_has_one_owner_whatever_happens() {
+fn a_segment_has_one_owner_in_all_states() {
     explore_all(&CASES);
 }
 
@@ -432,7 +433,7 @@ mod long {
     use super::*;
 
     #[test]
-    fn a_segment_has_one_owner_whatever_happens() {
+    fn a_segment_has_one_owner_in_all_states() {
         explore_all(&[
             (2, Budget { connects: 4, aborts: 1, ticks: 2, ..NOTHING }),
             (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 2, ..NOTHING }),
@@ -445,7 +446,7 @@ mod long {
     }
 }
 
-/// The steps of ownership; the others are of pulling.
+/// All mutations of the crate.
 const MUTATIONS: [Mutation; 9] = [
     Mutation::AcceptUnprepared,
     Mutation::ForgetRefusal,
@@ -465,6 +466,6 @@ fn the_model_notices_each_mutation() {
             CASES.iter().find_map(|(hosts, budget)| explore(*hosts, *budget).1.map(|_| (hosts, budget)))
         });
         println!("{mutation:?}: {found:?}");
-        assert!(found.is_some(), "{mutation:?} goes unnoticed");
+        assert!(found.is_some(), "{mutation:?} is not noticed");
     }
 }

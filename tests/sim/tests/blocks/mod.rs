@@ -28,7 +28,7 @@ const SIMULATOR: Simulator<Mutation, BlocksCounts> = Simulator {
     ],
 };
 const SCHEDULES: u64 = 500;
-/// The fixed schedules must do each thing at least this often.
+/// Each counted event must happen at least this often in the fixed schedules.
 const COUNT_MIN: u64 = 15;
 
 #[test]

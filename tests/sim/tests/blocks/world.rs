@@ -14,10 +14,10 @@ use crate::paging::cluster::{FETCHERS, SENDER, SimCluster};
 use crate::paging::focus::Focus;
 use crate::paging::memory::encode;
 
-/// Turns after which a write has no room.
+/// Turns of the pump after which an operation fails for lack of room.
 const TURNS_MAX: u32 = 400;
 
-/// How often things happened in a schedule, or in all.
+/// Counts of events in a schedule, or in all schedules.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BlocksCounts {
     reads: u64,
@@ -85,7 +85,7 @@ struct BlocksWorld {
     failure: Option<String>,
 }
 
-/// A connector whose endpoints let other threads act while a reader waits for a node.
+/// A connector whose endpoints run operations of other threads while a reader waits for a node.
 #[derive(Debug)]
 struct InterleavingConnector {
     inner: Arc<dyn Connector>,
@@ -179,7 +179,7 @@ impl BlocksWorld {
         }
     }
 
-    /// Lets other threads act while a reader waits.
+    /// Runs some operations of other threads while a reader waits.
     fn interleave(&mut self) {
         if self.rng.chance(1, 3) {
             self.counts.interleaved += 1;
@@ -189,7 +189,7 @@ impl BlocksWorld {
         }
     }
 
-    /// Does anything but a read.
+    /// Runs one random operation other than a read.
     fn act(&mut self) {
         match self.rng.below(40) {
             0..12 => self.write_pages(),
@@ -245,10 +245,10 @@ impl BlocksWorld {
     fn write(&mut self, offset: usize, bytes: &[u8]) {
         let result = self.with_room(|volume, reader| volume.write(reader, offset as u64, bytes));
         self.counts.writes += 1;
-        self.settle_write(offset, bytes, result);
+        self.record_write(offset, bytes, result);
     }
 
-    /// Repeats an operation that needs room, and makes room in between.
+    /// Retries an operation that lacks room, and runs the pump in between.
     fn with_room(
         &mut self,
         act: impl Fn(&BlockVolume, &mut VolumeReader) -> Result<(), BlockError>,
@@ -266,7 +266,7 @@ impl BlocksWorld {
         }
     }
 
-    fn settle_write(&mut self, offset: usize, bytes: &[u8], result: Result<(), BlockError>) {
+    fn record_write(&mut self, offset: usize, bytes: &[u8], result: Result<(), BlockError>) {
         let is_harmed = self.is_harmed();
         match &result {
             Ok(()) => {}
@@ -297,7 +297,7 @@ impl BlocksWorld {
         let (offset, len) = if self.rng.chance(1, 2) { self.range(100) } else { self.ragged_range(6) };
         let result = self.with_room(|volume, reader| volume.discard(reader, offset as u64, len as u64));
         self.counts.discards += 1;
-        self.settle_write(offset, &vec![0; len], result);
+        self.record_write(offset, &vec![0; len], result);
     }
 
     /// Whether a fault was injected that may lose pages.

@@ -1,4 +1,4 @@
-//! The actions of hosts, and the checks of each step.
+//! Actions of hosts, and the checks of each step.
 
 use aquifer_directory::names::{self, AgentRecord, DeadHost, HolderRecord};
 use aquifer_directory::sim::CallFault;
@@ -12,13 +12,13 @@ use super::host::SimHost;
 use super::link::{NodeLink, Outcome, TENANT};
 use super::world::{Takeover, World};
 
-/// Connections of a host to one node.
+/// Largest number of connections of a host to one node.
 const LINKS_MAX: usize = 2;
-/// The time within which an operation must end on a node that serves the host, in milliseconds.
+/// Time within which an operation must end on a node that serves the host, in milliseconds.
 const WAIT_MS_MAX: u64 = 15_000;
 
 impl World {
-    /// Starts a process on a machine. One that is to take over tries as often as the product does.
+    /// Starts a process on a machine. A process that takes over retries as the product does.
     pub fn start_host(&mut self, index: usize, fault: Option<(u32, CallFault)>) -> Result<(), String> {
         let directory = self.directory.host(self.rng.next_u64());
         directory.set_disconnected(self.is_unreachable() || self.machines[index].is_cut);
@@ -58,7 +58,7 @@ impl World {
     ) -> Result<(), String> {
         let machine = &mut self.machines[index];
         let Some(before) = before else { return Ok(()) };
-        let Takeover { retries, began_ms, .. } = machine.takeover.as_ref().expect("it tries");
+        let Takeover { retries, began_ms, .. } = machine.takeover.as_ref().expect("a process takes over");
         let (now, host) = (machine.machine.now(), before.host);
         if matches!(error, DirectoryError::Taken { .. }) {
             if !self.claims.contains_key(&(host, before.claim_epoch)) {
@@ -68,19 +68,20 @@ impl World {
         } else if repeats_resume(retries, error, now) {
             return Ok(());
         } else if self.now_ms - began_ms < self.grace.host_ms {
-            return Err(format!("the next process of host {host} has given up in its grace time: {error}"));
+            return Err(format!("the next process of host {host} failed in its grace time: {error}"));
         }
         (machine.left, machine.takeover) = (None, None);
         Ok(())
     }
 
-    /// Lets a host use the memory of a node, to which it connects if necessary.
+    /// Runs an operation of a host on a node's memory. Connects the host to the node before if it
+    /// has less than [`LINKS_MAX`] connections.
     pub fn use_memory(&mut self, index: usize) -> Result<(), String> {
         if self.machines[index].is_halted() || self.machines[index].host.is_none() {
             return Ok(());
         }
         self.adopt(index)?;
-        let host = self.machines[index].host.as_mut().expect("it runs");
+        let host = self.machines[index].host.as_mut().expect("the host runs");
         let known = host.nodes.list();
         if !known.is_empty() {
             let node = known[self.rng.index(known.len())];
@@ -90,7 +91,7 @@ impl World {
                 && let Some(seen) = seen
                 && let Ok(mut link) = NodeLink::open(&host.nodes, seen)
             {
-                link.is_misled = host.known.get(&node) != Some(&seen.life);
+                link.has_stale_record = host.known.get(&node) != Some(&seen.life);
                 host.links.push(link);
             }
         }
@@ -98,7 +99,7 @@ impl World {
             return Ok(());
         }
         let link = self.rng.index(host.links.len());
-        // A thread that uses the pool of a node waits for the node's answer.
+        // An allocation from a stopped node would wait for the node's answer.
         let id = host.links[link].seen.id;
         if self.nodes.iter().any(|node| node.id == id && node.is_stopped) {
             return Ok(());
@@ -112,7 +113,7 @@ impl World {
     fn count_operation(&mut self, index: usize, link: usize, outcome: &Outcome) {
         self.counts.waits += u64::from(*outcome == Outcome::Waits);
         if *outcome == Outcome::Done {
-            let id = self.machines[index].host.as_ref().expect("it runs").links[link].seen.id;
+            let id = self.machines[index].host.as_ref().expect("the host runs").links[link].seen.id;
             let has_lease = self.nodes.iter().any(|node| node.id == id && node.has_lease());
             self.counts.operations += 1;
             self.counts.cut_off += u64::from(self.is_unreachable() || self.machines[index].is_cut);
@@ -121,12 +122,12 @@ impl World {
         }
     }
 
-    /// Connects again to what the process before has left.
+    /// Connects to the extents that the previous process has left.
     fn adopt(&mut self, index: usize) -> Result<(), String> {
         let now_ms = self.now_ms;
-        let host = self.machines[index].host.as_mut().expect("it runs");
+        let host = self.machines[index].host.as_mut().expect("the host runs");
         for left in std::mem::take(&mut host.left) {
-            let node = self.nodes.iter().find(|node| node.id == left.seen.id).expect("there is one");
+            let node = self.nodes.iter().find(|node| node.id == left.seen.id).expect("the node exists");
             if node.serves() && node.memory.as_ref().is_some_and(|memory| memory.life != left.seen.life) {
                 // The keys of the extents open nothing in new memory.
                 self.counts.lost_memory += 1;
@@ -139,13 +140,13 @@ impl World {
                     host.links.push(link);
                 }
                 Err(Outcome::Lost(why)) => {
-                    // A process that has never seen the node's record has no address to try.
+                    // A process that has never seen the node's record does not know its address.
                     let is_blind =
                         !host.known.contains_key(&left.seen.id) && now_ms - host.started_ms >= node.kept_ms;
                     if !is_blind && !node.may_be_lost(&left.seen, now_ms) {
                         let (number, id) = (host.record.host, left.seen.id.0);
                         return Err(format!(
-                            "a process of host {number} gives up memory of node {id}: {why}"
+                            "a process of host {number} treats its memory of node {id} as lost: {why}"
                         ));
                     }
                     self.counts.lost_memory += 1;
@@ -156,18 +157,18 @@ impl World {
         Ok(())
     }
 
-    /// Looks at all operations of a host that wait.
+    /// Polls all waiting operations of a host.
     pub fn poll_links(&mut self, index: usize) -> Result<(), String> {
         let Some(host) = &self.machines[index].host else { return Ok(()) };
         for link in (0..host.links.len()).rev() {
-            let host = self.machines[index].host.as_mut().expect("it runs");
+            let host = self.machines[index].host.as_mut().expect("the host runs");
             let outcome = host.links[link].poll_pending();
             self.check_outcome(index, link, outcome, false)?;
         }
         Ok(())
     }
 
-    /// Checks the outcome of an operation, which is new if `is_new`.
+    /// Checks the outcome of an operation. `is_new`: it was posted in this step.
     pub fn check_outcome(
         &mut self,
         index: usize,
@@ -175,7 +176,7 @@ impl World {
         outcome: Outcome,
         is_new: bool,
     ) -> Result<(), String> {
-        let host = self.machines[index].host.as_mut().expect("it runs");
+        let host = self.machines[index].host.as_mut().expect("the host runs");
         let (number, epoch) = (host.record.host, host.record.epoch);
         let seen = host.links[link].seen;
         let id = seen.id.0;
@@ -193,14 +194,14 @@ impl World {
             }
             Outcome::Waits => self.check_wait(index, link),
             Outcome::Lost(why) => {
-                let is_misled = host.links.swap_remove(link).is_misled;
+                let has_stale_record = host.links.swap_remove(link).has_stale_record;
                 self.counts.lost_memory += 1;
-                let node = self.nodes.iter().find(|node| node.id == seen.id).expect("there is one");
-                if is_misled || node.may_be_lost(&seen, self.now_ms) {
+                let node = self.nodes.iter().find(|node| node.id == seen.id).expect("the node exists");
+                if has_stale_record || node.may_be_lost(&seen, self.now_ms) {
                     return Ok(());
                 }
                 Err(format!(
-                    "host {number} takes its memory on node {id} for lost at {} ms: {why}; {}",
+                    "host {number} treats its memory on node {id} as lost at {} ms: {why}; {}",
                     self.now_ms,
                     node.describe()
                 ))
@@ -209,12 +210,12 @@ impl World {
         }
     }
 
-    /// Checks that an operation waits for a reason.
+    /// Checks that a waiting operation has a reason to wait.
     fn check_wait(&mut self, index: usize, link: usize) -> Result<(), String> {
         let (now_ms, has_lease) = (self.now_ms, self.has_lease(index));
-        let host = self.machines[index].host.as_mut().expect("it runs");
+        let host = self.machines[index].host.as_mut().expect("the host runs");
         let (identity, link) = (host.identity(), &mut host.links[link]);
-        let node = self.nodes.iter().find(|node| node.id == link.seen.id).expect("there is one");
+        let node = self.nodes.iter().find(|node| node.id == link.seen.id).expect("the node exists");
         let Some(memory) = node.memory.as_ref().filter(|_| node.serves()) else {
             link.waits_since_ms = None;
             return Ok(());
@@ -242,8 +243,8 @@ impl World {
         Ok(())
     }
 
-    /// Lists the dead hosts and claims one, or recovers it on the next node, or ends the recovery;
-    /// also an unfinished one, if `ends_early`.
+    /// Advances the recovery of dead hosts: claims one, recovers it on the next node, or ends the
+    /// recovery. With `ends_early`, an unfinished recovery is ended.
     pub fn recover(&mut self, index: usize, ends_early: bool) -> Result<(), String> {
         if self.machines[index].is_halted() {
             return Ok(());
@@ -253,11 +254,11 @@ impl World {
         if host.worker.current().is_none() {
             return self.claim(index, now);
         }
-        let (_, claim) = host.worker.current().expect("it recovers");
+        let (_, claim) = host.worker.current().expect("the host recovers another one");
         let (number, epoch) = (claim.identity(TENANT).host.0, claim.lease().epoch);
         let (has_left, has_away) = (claim.present().next().is_some(), claim.away().next().is_some());
         if !ends_early && let Some((node, is_recovered)) = host.worker.recover_next() {
-            let node = self.nodes.iter().find(|other| other.id == node).expect("there is one");
+            let node = self.nodes.iter().find(|other| other.id == node).expect("the node exists");
             if is_recovered && let Some(memory) = &node.memory {
                 self.counts.recovered_nodes += 1;
                 let freed = self.freed.entry((memory.life, number)).or_insert(0);
@@ -280,19 +281,20 @@ impl World {
     fn claim(&mut self, index: usize, now: Duration) -> Result<(), String> {
         self.note_deaths();
         let dead = names::dead_hosts(&self.direct).map_err(|error| error.to_string())?;
-        let host = self.machines[index].host.as_mut().expect("it runs");
+        let host = self.machines[index].host.as_mut().expect("the host runs");
         host.worker.list(now);
         host.worker.claim_next(now);
         self.check_claims(&dead)
     }
 
-    /// Checks that those of the dead hosts which were just claimed have had their grace times. The
-    /// answer to a claim may have been lost.
+    /// Checks that newly claimed dead hosts have had their grace times. The directory is read,
+    /// because the answer to a claim may have been lost.
     fn check_claims(&mut self, dead: &[DeadHost]) -> Result<(), String> {
         for DeadHost { record, version } in dead {
             let entry =
                 self.direct.get(&names::holder_key(record.host)).map_err(|error| error.to_string())?;
-            let holder = entry.map(|entry| names::decode::<HolderRecord>(&entry).expect("it is valid"));
+            let holder =
+                entry.map(|entry| names::decode::<HolderRecord>(&entry).expect("the record is valid"));
             if holder.is_some_and(|holder| holder.claim_epoch == record.claim_epoch) {
                 continue;
             }

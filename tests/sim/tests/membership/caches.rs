@@ -1,5 +1,5 @@
-//! The rows of caches in `docs/formats/directory.md`: two servers, of which the first one stalls,
-//! stops, ends or is cut off.
+//! The rows of caches in `docs/formats/directory.md`: two servers, of which the first one stops,
+//! ends or is cut off, or a directory that stalls.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -28,7 +28,7 @@ const AFTER_MS: u64 = 10_000;
 /// The server with the event.
 const FIRST: usize = 0;
 
-/// Something that lasts for a while.
+/// An event that lasts for some time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Event {
     Stall,
@@ -36,7 +36,7 @@ enum Event {
     Cut,
     Stop,
     Suspend,
-    /// The process ends in order, and the next one starts: the keeper holds its items.
+    /// The process shuts down, and the next one starts: the keeper holds its items.
     End,
     /// The process is killed, and the next one starts.
     Kill,
@@ -49,24 +49,24 @@ enum Claimed {
     NoServer,
     /// The first server or its next process, with the items.
     First,
-    /// Some server, without items, in this time after the begin of the event, in milliseconds.
+    /// Any server, without items, within this time after the begin of the event, in milliseconds.
     Empty(RangeInclusive<u64>),
 }
 use Claimed::*;
 
-/// When the first partition without a server was seen, in milliseconds after the begin of the
-/// event.
+/// The time at which a partition is first not served, in milliseconds after the begin of the event.
 type Unserved = Option<RangeInclusive<u64>>;
 
-/// A row: its name, the event, how long it lasts in milliseconds, since when partitions are not
-/// served, and who claims them.
+/// A row: its name, the event, its duration in milliseconds, the time from which partitions are not
+/// served, and the server that claims them.
 type Row = (&'static str, Event, u64, Unserved, Claimed);
 
-/// A server answers for 2.7 s after its last keep-alive, which is 0.2 s old when the event begins.
+/// End of serving: 2.7 s after the last keep-alive, which is 0.2 s old when the event begins.
 const DEADLINE_MS: RangeInclusive<u64> = 2_500..=2_600;
-/// A lease ends 3 s after the last keep-alive, and partitions are left to the server for 1.5 s.
+/// Claim by another server: the lease ends 3 s after the last keep-alive, and the return time is
+/// 1.5 s.
 const RETURN_MS: RangeInclusive<u64> = 4_300..=4_500;
-/// A server that ends in order revokes its lease.
+/// Claim after a shutdown: the server revokes its lease at once, and the return time is 1.5 s.
 const REVOKED_MS: RangeInclusive<u64> = 1_500..=1_700;
 const AT_ONCE_MS: RangeInclusive<u64> = 0..=STEP_MS;
 
@@ -94,7 +94,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     ROWS.iter().map(|row| row.0)
 }
 
-/// Plays all rows. Returns what was wrong with each.
+/// Plays all rows. Returns the failed ones with their errors.
 pub fn play_all() -> Vec<String> {
     ROWS.iter().filter_map(|row| Some(format!("{}: {}", row.0, play(row).err()?))).collect()
 }
@@ -142,7 +142,7 @@ struct CacheWorld {
     began_ms: u64,
     unserved_ms: Option<u64>,
     claimed: BTreeMap<usize, Claimed>,
-    /// The last number that was written to each partition, since it began.
+    /// The last number that was written to each partition since it began empty.
     written: [u64; PARTITIONS],
 }
 
@@ -214,7 +214,8 @@ impl CacheWorld {
         }
     }
 
-    /// Writes a number to the server of a partition, which must have the last one.
+    /// Writes the next number to a partition, at the server that serves it. The server must have
+    /// the last number.
     fn write(&mut self, partition: usize) -> Result<(), String> {
         let now_ms = self.now_ms;
         let mut serving = self.servers.iter_mut().filter_map(|server| server.serve(partition, now_ms));
@@ -241,7 +242,7 @@ struct CacheServer {
     directory: SimDirectory,
     registry: Registry,
     process: Option<Process>,
-    /// What the keeper holds: the records of partitions, and their items.
+    /// Records and items of the partitions that the keeper holds.
     held: (Records, BTreeMap<usize, u64>),
     is_stopped: bool,
     is_suspended: bool,
@@ -250,7 +251,7 @@ struct CacheServer {
     monotonic_ms: u64,
 }
 
-/// A process that is a server.
+/// A process of a server.
 struct Process {
     record: ServerRecord,
     lease: Lease,
@@ -260,9 +261,9 @@ struct Process {
     servers: BTreeMap<u16, ServerRecord>,
     records: BTreeMap<usize, SegmentRecord>,
     lost: LostPartitions,
-    /// The partitions that the process has, with their generations.
+    /// The partitions that the process owns, with their generations.
     generations: BTreeMap<usize, u64>,
-    /// Partitions that it had under an earlier lease.
+    /// Records of partitions that the process owned under an earlier lease.
     pending: Records,
     /// An item of each partition: the last number that was written.
     items: BTreeMap<usize, u64>,
@@ -333,7 +334,7 @@ impl CacheServer {
     }
 
     fn end(&mut self) {
-        let process = self.process.take().expect("it runs");
+        let process = self.process.take().expect("the process runs");
         self.held = (process.owned(), process.items);
         self.directory.lease_revoke(process.lease.id).expect("the directory answers");
     }
@@ -342,7 +343,7 @@ impl CacheServer {
         self.process = None;
     }
 
-    /// The records of the partitions that the process has.
+    /// The records of the partitions that the process owns.
     fn owned(&self) -> Records {
         self.process.as_ref().map(Process::owned).unwrap_or_default()
     }
@@ -357,7 +358,7 @@ impl CacheServer {
         serves.then(|| process.items.get_mut(&partition).expect("a partition has an item"))
     }
 
-    /// Lets the process do what is due. Returns the partitions that it has claimed, and whether it
+    /// Advances the process by one step. Returns the partitions that it has claimed, and whether it
     /// has their items.
     fn step(&mut self, now_ms: u64) -> Vec<(usize, bool)> {
         if self.is_suspended {
@@ -369,13 +370,13 @@ impl CacheServer {
         }
         self.keep_alive(now_ms);
         let mut claimed = Vec::new();
-        // Without an answer, the next step tries again.
+        // If the directory does not answer, the next step retries.
         let _ = self.follow(now_ms, &mut claimed);
         claimed
     }
 
     fn keep_alive(&mut self, now_ms: u64) {
-        let process = self.process.as_mut().expect("it runs");
+        let process = self.process.as_mut().expect("the process runs");
         if process.is_lease_lost
             || Duration::from_millis(now_ms - process.kept_alive_ms) < KEEP_ALIVE_INTERVAL
         {
@@ -386,10 +387,10 @@ impl CacheServer {
         process.is_lease_lost = matches!(kept_alive, Err(DirectoryError::LeaseGone(_)));
     }
 
-    /// Joins again if the lease has ended, reads the directory, and claims what no server has.
+    /// Joins again if the lease has ended, reads the directory, and claims unowned partitions.
     fn follow(&mut self, now_ms: u64, claimed: &mut Vec<(usize, bool)>) -> Result<(), DirectoryError> {
         let now = self.started + Duration::from_millis(self.monotonic_ms);
-        let mut process = self.process.take().expect("it runs");
+        let mut process = self.process.take().expect("the process runs");
         let followed = self.try_follow(&mut process, now_ms, now, claimed);
         self.process = Some(process);
         followed

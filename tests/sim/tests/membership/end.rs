@@ -1,4 +1,5 @@
-//! The end of a schedule: all run and are connected, the dead are recovered, and nothing is leaked.
+//! The end of a schedule: all processes run and reach the directory, dead hosts are recovered, and
+//! no memory is leaked.
 
 use aquifer_directory::Directory;
 use aquifer_directory::names;
@@ -8,15 +9,15 @@ use aquifer_pool::PoolClient;
 use super::link::{Outcome, TENANT};
 use super::world::World;
 
-/// Most steps of recoveries at the end of a schedule.
+/// Largest number of recovery steps at the end of a schedule.
 const RECOVERY_TURNS_MAX: u32 = 1_000;
-/// Seconds after which all leases have ended whose holders do not run, and all operations of nodes
-/// that have been stopped have been answered.
+/// Time in seconds after which the leases of ended processes have expired, and operations on
+/// stopped nodes have been answered.
 const IDLE_SECONDS: u32 = 40;
 
 impl World {
-    /// Lets all processes run and reach the directory. Hosts free their memory and leave, the dead
-    /// are recovered, and no memory is lost.
+    /// Ends all faults, frees the memory of all hosts, which leave, recovers dead hosts, and checks
+    /// that no memory is lost.
     pub fn end(&mut self) -> Result<(), String> {
         self.heal()?;
         for _ in 0..IDLE_SECONDS {
@@ -42,7 +43,7 @@ impl World {
             self.pass_time(500, |_| true)?;
             self.recover(0, false)?;
         }
-        Err("at the end, the recovery of dead hosts goes on and on".to_owned())
+        Err(format!("at the end, dead hosts are not recovered within {RECOVERY_TURNS_MAX} steps"))
     }
 
     fn heal(&mut self) -> Result<(), String> {
@@ -78,18 +79,18 @@ impl World {
         }
         let number = host.record.host;
         for link in &mut host.links {
-            let node = self.nodes.iter().find(|node| node.id == link.seen.id).expect("there is one");
-            let may_be_lost = link.is_misled || node.may_be_lost(&link.seen, self.now_ms);
+            let node = self.nodes.iter().find(|node| node.id == link.seen.id).expect("the node exists");
+            let may_be_lost = link.has_stale_record || node.may_be_lost(&link.seen, self.now_ms);
             while !link.extents.is_empty() {
-                let settled = link.poll_pending();
-                let checked = if settled == Outcome::Done { link.check(0) } else { settled };
+                let polled = link.poll_pending();
+                let checked = if polled == Outcome::Done { link.check(0) } else { polled };
                 if may_be_lost && matches!(checked, Outcome::Lost(_)) {
                     break;
                 }
                 if checked != Outcome::Done {
                     return Err(format!("at the end, host {number} on node {}: {checked:?}", link.seen.id.0));
                 }
-                // A connection that finds that it is broken frees nothing; a recovery does.
+                // A broken connection frees nothing; the recovery of the host does.
                 match link.free(0) {
                     Outcome::Done | Outcome::Waits => {}
                     freed => return Err(format!("at the end, host {number} cannot free: {freed:?}")),
@@ -103,7 +104,7 @@ impl World {
         for node in &self.nodes {
             let identity = Identity { host: Host(u16::MAX - 1), epoch: 1, tenant: TENANT };
             let mut pool = PoolClient::new(identity.host, TENANT);
-            let target = &node.memory.as_ref().expect("it runs").target;
+            let target = &node.memory.as_ref().expect("the node runs").target;
             let endpoint = self.fabric.connect(target.node(), identity).map_err(|error| error.to_string())?;
             pool.add_node(node.id, endpoint).map_err(|error| error.to_string())?;
             pool.refresh(node.id).map_err(|error| error.to_string())?;

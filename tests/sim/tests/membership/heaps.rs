@@ -1,5 +1,5 @@
 //! The rows of services of heaps in `docs/formats/directory.md`: a service, an agent whose host has
-//! a ticket, and programs that connect to the service for the first time.
+//! a ticket, and programs that find the service in the directory.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::link::TENANT;
 
 /// Interval between steps, in milliseconds.
 const STEP_MS: u64 = 100;
-/// Time before the event, in milliseconds: longer than tickets of hosts outlive an earlier service.
+/// Time before the event, in milliseconds: longer than the timeout of absent hosts.
 const BEFORE_MS: u64 = 70_000;
 /// Time after the event, in milliseconds.
 const AFTER_MS: u64 = 70_000;
@@ -28,7 +28,7 @@ const AGENT_RENEWAL_MS: u64 = 3_000;
 const GRACE_MS: u64 = 30_000;
 const NODE: u16 = 1;
 
-/// Something that lasts for a while.
+/// An event that lasts for some time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Event {
     Stall,
@@ -41,18 +41,19 @@ enum Event {
 }
 use Event::*;
 
-/// A row: its name, the event and how long it lasts in seconds, since when programs do not find the
-/// service, whether connected programs wait for it, whether the heaps are lost, and when the ticket
-/// of the agent's host ends. The times count from the begin of the event, in milliseconds.
+/// A row: its name, the event and its duration in seconds, the time from which programs do not find
+/// the service, whether connected programs wait for it, whether the heaps are lost, and the time at
+/// which the ticket of the agent's host ends. Times count from the begin of the event, in
+/// milliseconds.
 type Row = (&'static str, Event, u64, Option<RangeInclusive<u64>>, bool, bool, Option<RangeInclusive<u64>>);
 
 const WAITS: bool = true;
 const LOST: bool = true;
 const AT_ONCE_MS: RangeInclusive<u64> = 0..=STEP_MS;
-/// The lease of a service ends 5 s after the last keep-alive, which is at most 1.7 s old.
+/// End of the service's lease: 5 s after the last keep-alive, which is at most 1.7 s old.
 const LEASE_MS: RangeInclusive<u64> = 3_200..=5_000;
-/// The lease of an agent ends 12 to 15 s after the begin, and tickets 60 s after a listing without
-/// it.
+/// End of the ticket: the agent's lease ends 12 to 15 s after the begin, and the ticket 60 s after
+/// a listing without the host.
 const TICKET_MS: RangeInclusive<u64> = 72_000..=77_000;
 
 const ROWS: &[Row] = &[
@@ -76,7 +77,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     ROWS.iter().map(|row| row.0)
 }
 
-/// Plays all rows. Returns what was wrong with each.
+/// Plays all rows. Returns the failed ones with their errors.
 pub fn play_all() -> Vec<String> {
     ROWS.iter().filter_map(|row| Some(format!("{}: {}", row.0, play(row).err()?))).collect()
 }
@@ -120,7 +121,7 @@ struct HeapWorld {
     directory: SimDirectory,
     service: Option<Membership>,
     agent: Agent,
-    /// The ticket of a program that is connected: the identity of its host when it was given.
+    /// The ticket of a connected program: the identity of its host when the ticket was issued.
     ticket: Identity,
     is_directory_stopped: bool,
     is_stopped: bool,
@@ -228,7 +229,7 @@ impl HeapWorld {
         }
     }
 
-    /// Keeps the agent's lease alive. An agent that has lost it, or was killed, resumes its host.
+    /// Keeps the agent's lease alive. If the lease has ended, the agent resumes its host.
     fn renew_agent(&mut self) {
         let Agent { directory, lease, record, is_running } = &mut self.agent;
         if !*is_running || !self.now_ms.is_multiple_of(AGENT_RENEWAL_MS) {
@@ -241,7 +242,7 @@ impl HeapWorld {
         }
     }
 
-    /// Whether an agent that runs finds a service that answers.
+    /// Whether a running agent finds an answering service.
     fn finds_service(&self) -> bool {
         let records = names::heaps(&self.agent.directory).unwrap_or_default();
         self.agent.is_running && self.answers() && records.iter().any(|record| record.node == NODE)
@@ -257,7 +258,7 @@ impl HeapWorld {
             self.unfound_ms.get_or_insert(after_ms);
         }
         self.has_waited |= !self.answers();
-        // The keeper releases the heaps.
+        // After the grace time the keeper releases the heaps.
         self.is_lost |= self.ended_ms.is_some_and(|ended_ms| self.now_ms - ended_ms >= GRACE_MS);
         if self.fabric.connect(self.target.node(), self.ticket).is_err_and(|error| error.is_fence()) {
             self.ticket_end_ms.get_or_insert(after_ms);

@@ -20,7 +20,7 @@ pub const LEASE_TTL: Duration = Duration::from_secs(15);
 /// Events of nodes that a host applies at a time.
 const EVENTS: u32 = 32;
 
-/// A process that is a host of the pool, from its start to its end.
+/// A process of a host of the pool, from its start to its end.
 #[derive(Debug)]
 pub struct SimHost {
     pub directory: SimDirectory,
@@ -29,20 +29,19 @@ pub struct SimHost {
     pub nodes: Arc<NodeRegistry>,
     pub worker: RecoveryWorker,
     pub links: Vec<NodeLink>,
-    /// Extents of the process before, on nodes to which this process has not connected yet.
+    /// Extents of the previous process, on nodes to which this process has not connected yet.
     pub left: Vec<OrphanedExtents>,
     pub renewed_ms: u64,
-    /// When the last keep-alive was sent that succeeded.
-    pub sure_ms: u64,
+    /// Time at which the last successful keep-alive was sent.
+    pub acknowledged_ms: u64,
     pub started_ms: u64,
-    /// Nodes that the directory had at some time since the process started, with the life in the
-    /// latest record that the process has read.
+    /// Nodes that the process has seen in the directory, with the lives in their latest records.
     pub known: BTreeMap<NodeId, u64>,
     updates: NodeUpdates,
 }
 
 impl SimHost {
-    /// Joins the cluster, or takes over the number of the process before, which has ended.
+    /// Joins the cluster, or resumes the host number of the previous process, which has ended.
     pub fn start(
         directory: SimDirectory,
         machine: &Arc<SimMachine>,
@@ -76,7 +75,7 @@ impl SimHost {
             links: Vec::new(),
             left: Vec::new(),
             renewed_ms: now_ms,
-            sure_ms: now_ms,
+            acknowledged_ms: now_ms,
             started_ms: now_ms,
             known,
             updates,
@@ -87,7 +86,7 @@ impl SimHost {
         Identity { host: Host(self.record.host), epoch: self.record.epoch, tenant: TENANT }
     }
 
-    /// Applies what the directory says of the nodes.
+    /// Applies changes of the nodes' records in the directory.
     pub fn update_nodes(&mut self) {
         for _ in 0..EVENTS {
             self.updates.step(Duration::ZERO);

@@ -14,9 +14,9 @@ use aquifer_pool::{Extent, PoolClient, PoolError, SizeClass};
 use super::node::NodeSnapshot;
 
 pub const TENANT: Tenant = Tenant(1);
-/// Most extents of a connection.
+/// Largest number of extents of a connection.
 const EXTENTS_MAX: usize = 8;
-/// Polls for an operation: more than the events of all operations that can be in flight.
+/// Polls for one operation: more than the events of all operations that can be in flight.
 const POLLS: u32 = 200;
 
 /// The outcome of an operation.
@@ -27,7 +27,7 @@ pub enum Outcome {
     Waits,
     /// The node has no room.
     Full,
-    /// The host takes its memory on the node for lost.
+    /// The host treats its memory on the node as lost.
     Lost(String),
     /// An error that must not happen.
     Wrong(String),
@@ -44,7 +44,8 @@ impl From<PoolError> for Outcome {
     }
 }
 
-/// An extent with its content, if it was written; `other` if a write may have been done or not.
+/// An extent with its content, if it was written. `other` is the content of a write with an unknown
+/// outcome.
 #[derive(Clone, Copy, Debug)]
 pub struct HeldExtent {
     extent: Extent,
@@ -69,10 +70,10 @@ enum Pending {
 pub struct NodeLink {
     pub seen: NodeSnapshot,
     pub extents: Vec<HeldExtent>,
-    /// The time from which on an operation waits, in milliseconds.
+    /// Time since which an operation waits, in milliseconds.
     pub waits_since_ms: Option<u64>,
-    /// Whether the host has connected to new memory by the record of the memory before.
-    pub is_misled: bool,
+    /// Whether the host has connected to new memory by the record of the previous memory.
+    pub has_stale_record: bool,
     pool: PoolClient,
     data: Box<dyn Endpoint>,
     local: Arc<Memory>,
@@ -81,7 +82,7 @@ pub struct NodeLink {
 }
 
 impl NodeLink {
-    /// Connects to a node, if it can be connected to now.
+    /// Connects to a node, if that is possible now.
     pub fn open(nodes: &NodeRegistry, seen: NodeSnapshot) -> Result<Self, Outcome> {
         let connect = |purpose, policy| {
             nodes.try_connect(seen.id, TENANT, purpose, policy).map_err(|failure| {
@@ -101,7 +102,7 @@ impl NodeLink {
             seen,
             extents: Vec::new(),
             waits_since_ms: None,
-            is_misled: false,
+            has_stale_record: false,
             pool,
             data,
             local,
@@ -115,7 +116,7 @@ impl NodeLink {
         (self.seen, self.extents) = (left.seen, left.extents);
     }
 
-    /// Ends the connection, with its process. A write in flight may have been done or not.
+    /// Ends the connection, with its process. The outcome of a write in flight is unknown.
     pub fn leave(mut self) -> OrphanedExtents {
         if let Some(Pending::Write { index, content }) = self.pending {
             self.extents[index].other = Some(content);
@@ -132,11 +133,12 @@ impl NodeLink {
         self.pending.is_some()
     }
 
-    /// Does something with the memory of the node. `Done` only if the node has answered.
+    /// Runs a random operation on the memory of the node. Returns `Done` only if the node has
+    /// answered.
     pub fn act(&mut self, rng: &mut Rng, content: u64) -> Outcome {
-        let settled = self.poll_pending();
-        if settled != Outcome::Done {
-            return settled;
+        let polled = self.poll_pending();
+        if polled != Outcome::Done {
+            return polled;
         }
         self.waits_since_ms = None;
         let count = self.extents.len();
@@ -167,7 +169,8 @@ impl NodeLink {
         }
     }
 
-    /// Frees an extent. If the node is away, it may have been freed or not, and is not used again.
+    /// Frees an extent. If the node is away, the outcome is unknown, and the extent is not used
+    /// again.
     pub fn free(&mut self, index: usize) -> Outcome {
         let held = self.extents.swap_remove(index);
         self.pool.free(held.extent).map_or_else(Outcome::from, |()| Outcome::Done)
@@ -191,7 +194,7 @@ impl NodeLink {
         self.poll_pending()
     }
 
-    /// Looks whether the operation in flight has ended.
+    /// Polls the operation in flight. Returns `Done` if none is in flight.
     pub fn poll_pending(&mut self) -> Outcome {
         let Some(pending) = self.pending else { return Outcome::Done };
         let Some(Completion { outcome, .. }) = self.poll() else { return Outcome::Waits };

@@ -1,4 +1,4 @@
-//! The machine of a host of the simulation: its clock, and its connections to nodes.
+//! The machine of a simulated host: its clock, and its connections to nodes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,7 +25,7 @@ impl Acceptors {
     }
 }
 
-/// A machine.
+/// A machine with a monotonic clock.
 #[derive(Debug)]
 pub struct SimMachine {
     fabric: SimFabric,
@@ -48,7 +48,7 @@ impl SimMachine {
         self.now_ms.fetch_add(ms, Relaxed);
     }
 
-    /// The time since the machine was started, without those times when it was suspended.
+    /// The time since the start of the machine, without the time of suspensions.
     pub fn uptime(&self) -> Duration {
         Duration::from_millis(self.now_ms.load(Relaxed))
     }

@@ -1,10 +1,10 @@
-//! The simulator of membership: hosts, nodes and a directory, each of which stalls, stops, ends or
-//! is cut off from the others, and recoveries of hosts that are dead or only seem so.
+//! The simulator of membership: hosts, nodes and a directory that stall, stop, end or are cut off,
+//! and recoveries of hosts that are dead or only seem so.
 //!
-//! It plays the product's registry of nodes, recoveries and retries, in virtual time. Invariants:
-//! a host continues until a node fences it, and nothing of it is freed before. A host is claimed
-//! only after its grace time. Kept memory is lost only if its node has not been there for as long
-//! as the memory is kept. At the end, memory is owned by hosts with valid leases only.
+//! The registry of nodes, recoveries and retries are those of the product, in virtual time.
+//! Invariants: a host continues until a node fences it, and no memory of the host is freed before.
+//! A host is claimed only after its grace time. Kept memory is lost only if its node was away for
+//! as long as the memory is kept. At the end, only hosts with valid leases own memory.
 
 mod actions;
 mod caches;
@@ -29,7 +29,7 @@ use random::run;
 const SIMULATOR: Simulator<Mutation, MembershipCounts> =
     Simulator { name: "membership", play: run, regressions: &[], mutations: Mutation::ALL };
 const SCHEDULES: u64 = 1_000;
-/// The fixed schedules must do each thing at least this often.
+/// Each counted event must happen at least this often in the fixed schedules.
 const COUNT_MIN: u64 = 30;
 
 #[test]
@@ -56,10 +56,10 @@ fn each_row_of_the_tables_has_its_outcome() {
 #[test]
 fn a_program_that_waits_past_its_deadline_is_noticed() {
     let wrong = aquifer_channel::Mutation::WaitPastDeadline.while_active(scenarios::play_all);
-    assert!(wrong.iter().any(|row| row.contains("what another host may have")), "{wrong:?}");
+    assert!(wrong.iter().any(|row| row.contains("another host may own")), "{wrong:?}");
 }
 
-/// The rows in the document and those that are played are the same.
+/// Compares the rows in the document with those that are played.
 #[test]
 fn all_rows_of_the_tables_are_played() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/formats/directory.md");

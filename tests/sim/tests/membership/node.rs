@@ -18,7 +18,7 @@ use super::machine::Acceptors;
 
 /// Sections of a node.
 const SECTIONS: u64 = 2;
-/// A shorter time between two absences is not noticed by all hosts, in milliseconds.
+/// Time between two absences up to which hosts may take them for one, in milliseconds.
 const NOTICED_MS: u64 = 10_000;
 /// Interval between keep-alives, in milliseconds.
 const RENEWAL_MS: u64 = LEASE_TTL.as_secs() * 1_000 / 3;
@@ -32,21 +32,21 @@ pub struct SimNode {
     pub is_stopped: bool,
     pub kept_ms: u64,
     pub memory: Option<LentMemory>,
-    /// The time from which on no host reaches the process, in milliseconds.
+    /// Time since which no host reaches the process, in milliseconds.
     pub unreachable_since_ms: Option<u64>,
-    /// The begin of the latest absence, and when the process was back.
+    /// Begin and end of the last absence, in milliseconds.
     last_absence_ms: Option<(u64, u64)>,
     absences: Absences,
-    /// When the process was stopped or killed last.
+    /// Time at which the process was last stopped or killed.
     process_ended_ms: u64,
     fabric: SimFabric,
     acceptors: Acceptors,
     lease: Option<Lease>,
     renewed_ms: u64,
     hosts: LiveHosts,
-    /// The version of the record of recovered hosts that are fenced.
+    /// The version of the record of recovered hosts up to which they are fenced.
     recovered_version: u64,
-    /// The hosts that processes with this memory have seen: they are kept with it.
+    /// Hosts that processes with this memory have seen, kept with the memory.
     seen: BTreeMap<Host, u64>,
 }
 
@@ -58,7 +58,7 @@ pub struct LentMemory {
     _memory: NodeMemory,
 }
 
-/// How often a node was unreachable: for any time, and for as long as its memory is kept.
+/// Counts of a node's absences: all, and those of at least the time for which its memory is kept.
 #[derive(Clone, Copy, Debug, Default)]
 struct Absences {
     all: u64,
@@ -104,7 +104,7 @@ impl SimNode {
         }
     }
 
-    /// Starts a process, with the memory of the one before if that is kept.
+    /// Starts a process, with the memory of the previous process if that is kept.
     pub fn start(&mut self, now_ms: u64) -> Result<(), DirectoryError> {
         let lease = self.directory.lease_grant(LEASE_TTL)?;
         let live = self.list_hosts()?;
@@ -115,7 +115,7 @@ impl SimNode {
             self.memory = Some(LentMemory { target, life: lease.epoch, _memory: memory });
             self.seen.clear();
         }
-        let target = self.memory.as_ref().expect("it has memory").target.clone();
+        let target = self.memory.as_ref().expect("the node has memory").target.clone();
         self.fabric.restart_node(target.node());
         self.seen.iter().for_each(|(host, epoch)| target.fence(*host, epoch.saturating_sub(1)));
         self.hosts = LiveHosts::new(self.seen.clone());
@@ -147,13 +147,13 @@ impl SimNode {
         }
     }
 
-    /// Stops the process, or continues it.
+    /// Suspends the process, or resumes it.
     pub fn set_stopped(&mut self, is_stopped: bool, now_ms: u64) {
         if !self.is_running || self.is_stopped == is_stopped {
             return;
         }
         self.is_stopped = is_stopped;
-        let memory = self.memory.as_ref().expect("it runs");
+        let memory = self.memory.as_ref().expect("the node runs");
         self.fabric.stop_node(memory.target.node(), is_stopped);
         if is_stopped {
             self.note_unreachable(now_ms);
@@ -162,7 +162,7 @@ impl SimNode {
         }
     }
 
-    /// Lets the keeper release memory whose time has passed.
+    /// Drops memory that the keeper has held for its time.
     pub fn keep(&mut self, now_ms: u64) {
         if !self.is_running && now_ms - self.process_ended_ms >= self.kept_ms {
             self.memory = None;
@@ -191,7 +191,7 @@ impl SimNode {
         Some(NodeSnapshot { id: self.id, life, absences: self.absences })
     }
 
-    /// Whether a host that has connected to the node may take its memory there for lost.
+    /// Whether a host that has connected to the node may treat its memory there as lost.
     pub fn may_be_lost(&self, seen: &NodeSnapshot, now_ms: u64) -> bool {
         if self.memory.as_ref().is_none_or(|memory| memory.life != seen.life) {
             return true;
@@ -263,7 +263,7 @@ impl SimNode {
     /// Fences hosts by a listing.
     fn apply(&mut self, live: &BTreeMap<Host, u64>) -> u64 {
         self.seen.extend(live);
-        let target = &self.memory.as_ref().expect("it runs").target;
+        let target = &self.memory.as_ref().expect("the node runs").target;
         let fences = self.hosts.replace(live);
         fences.iter().for_each(|fence| target.fence(fence.host, fence.epoch));
         fences.len() as u64
@@ -273,10 +273,10 @@ impl SimNode {
         format!("node-{}", self.id.0)
     }
 
-    /// Writes the record and the life of the memory, when all hosts are fenced that were recovered.
+    /// Writes the records of the node and of its memory's life. Fences recovered hosts before.
     fn put_record(&mut self, lease: Lease) -> Result<(), DirectoryError> {
         let (id, kept_ms) = (self.id.0, self.kept_ms);
-        let epoch = self.memory.as_ref().expect("it runs").life;
+        let epoch = self.memory.as_ref().expect("the node runs").life;
         let record = NodeRecord {
             id,
             fabric: "shm".into(),
@@ -298,7 +298,7 @@ impl SimNode {
             if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
                 return Ok(());
             }
-            let target = &self.memory.as_ref().expect("it runs").target;
+            let target = &self.memory.as_ref().expect("the node runs").target;
             self.recovered_version = fence_recovered(&self.directory, target)?;
         }
     }

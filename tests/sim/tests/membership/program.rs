@@ -1,4 +1,4 @@
-//! A program that has a segment, on the machine of a host.
+//! A program that owns a segment, on the machine of a host.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use aquifer_channel::boot_time::BootInstant;
 use super::host::LEASE_TTL;
 use super::world::{HostMachine, World};
 
-/// A program that has access to a segment as long as its agent answers, and for a while longer.
+/// A program that has access to a segment until its agent has not answered for some time.
 #[derive(Debug)]
 pub struct SegmentProgram {
     machine: usize,
@@ -16,12 +16,12 @@ pub struct SegmentProgram {
     owner: u64,
     grace: Duration,
     deadline: AnswerDeadline,
-    /// The time until which the program waits for an answer, or for the next question.
+    /// The time until which the program waits for an answer, or until the next request.
     until: BootInstant,
     is_asking: bool,
-    /// The epoch of the agent to which the program is connected, if it is.
+    /// The epoch of the agent to which the program is connected; `None` without a connection.
     agent: Option<u64>,
-    /// When the program lost its access, in milliseconds.
+    /// The time at which the program lost its access, in milliseconds.
     pub lost_ms: Option<u64>,
 }
 
@@ -29,17 +29,17 @@ fn at(now_ms: u64) -> BootInstant {
     BootInstant::START + Duration::from_millis(now_ms)
 }
 
-/// Whether an agent answers programs: it runs, and its lease lasts for sure.
+/// Whether an agent answers programs: it runs, and its lease is known to last.
 fn answers(machine: &HostMachine, now_ms: u64) -> bool {
-    let lasts = |sure_ms: u64| Duration::from_millis(now_ms - sure_ms) < LEASE_TTL;
-    !machine.is_halted() && machine.host.as_ref().is_some_and(|host| lasts(host.sure_ms))
+    let lasts = |acknowledged_ms: u64| Duration::from_millis(now_ms - acknowledged_ms) < LEASE_TTL;
+    !machine.is_halted() && machine.host.as_ref().is_some_and(|host| lasts(host.acknowledged_ms))
 }
 
 impl SegmentProgram {
     /// A program on a machine whose host runs.
     pub fn start(world: &World, machine: usize) -> Self {
-        let host = world.machines[machine].host.as_ref().expect("it runs");
-        // As the agent tells programs: other hosts wait for the whole grace time.
+        let host = world.machines[machine].host.as_ref().expect("the host runs");
+        // The agent passes this part of the grace time to programs; other hosts wait for all of it.
         let grace = Duration::from_millis(world.grace.host_ms).mul_f64(0.75);
         let (now, deadline) = (at(world.now_ms), AnswerDeadline::new(grace, at(world.now_ms)));
         Self {
@@ -54,7 +54,8 @@ impl SegmentProgram {
         }
     }
 
-    /// Lets the program ask its agent, connect to the next one, or give up.
+    /// Advances the program: it sends its agent a request, connects to the next agent, or loses its
+    /// access.
     pub fn step(&mut self, world: &World) {
         let machine = &world.machines[self.machine];
         let now = at(world.now_ms);
@@ -74,8 +75,8 @@ impl SegmentProgram {
         }
     }
 
-    /// Receives an answer, and asks if that is due. Returns true if the program has waited for too
-    /// long.
+    /// Receives an answer, and sends the next request if it is due. Returns true if the program has
+    /// waited for too long.
     fn ask(&mut self, answers: bool, now: BootInstant) -> bool {
         if self.is_asking && answers {
             self.deadline.note_answer();
@@ -91,7 +92,7 @@ impl SegmentProgram {
         false
     }
 
-    /// Connects to an agent if there is one. Returns false if it does not have the segment.
+    /// Connects to the agent if it answers. Returns false if its host does not own the segment.
     fn connect(&mut self, machine: &HostMachine, now_ms: u64) -> bool {
         match &machine.host {
             Some(host) if answers(machine, now_ms) => {

@@ -19,7 +19,7 @@ fn world(seed: u64) -> World {
 /// Plays one schedule.
 pub fn run(seed: u64) -> Result<MembershipCounts, String> {
     let mut world = world(seed);
-    // The others come late.
+    // The other nodes start later.
     world.nodes[0].start(0).map_err(|error| error.to_string())?;
     let turns = 100 + world.rng.below(200);
     for _ in 0..turns {
@@ -71,7 +71,7 @@ impl World {
         self.start_host(index, fault)
     }
 
-    /// Lets a node act, or starts its process.
+    /// Advances a node, or starts its process.
     fn node_turn(&mut self, index: usize) {
         let node = &mut self.nodes[index];
         if node.is_running {
@@ -90,7 +90,7 @@ impl World {
         self.nodes[index].kill(self.now_ms);
     }
 
-    /// Lets a host die twice, while another host that has seen the first death lists nothing.
+    /// Kills a host twice. Another host that has seen the first death lists no hosts meanwhile.
     fn die_twice(&mut self, index: usize) -> Result<(), String> {
         let other = (index + 1) % self.machines.len();
         self.kill_host(index, true);
@@ -106,14 +106,14 @@ impl World {
         let Some(host) = &self.machines[index].host else { return };
         let lease = host.lease;
         self.end_host(index, is_resumed);
-        // The directory may have ended the lease before: then the host is dead at once.
+        // In half of the cases the lease ends at once, as if it had ended in the directory before.
         if self.rng.chance(1, 2) {
             let _was_ended = self.direct.lease_revoke(lease.id);
         }
         self.note_deaths();
     }
 
-    /// Stops a host's process or suspends its machine, or continues both.
+    /// Stops a host's process or suspends its machine, or resumes both.
     fn stop_or_continue(&mut self, index: usize) {
         let is_suspension = self.rng.chance(1, 3);
         let machine = &mut self.machines[index];
@@ -149,7 +149,8 @@ impl World {
         self.counts.lost_calls += 1;
     }
 
-    /// Cuts a host, a node or all off from the directory, or stops the directory; or ends that.
+    /// Cuts a host, a node or all of them off from the directory, or stops the directory. Ends the
+    /// cut or the stop if there is one.
     fn cut_or_heal(&mut self, host: usize, node: usize) {
         match self.rng.below(5) {
             0 => {

@@ -6,22 +6,23 @@ use super::world::{GracePeriods, World};
 
 /// Interval between steps, in milliseconds.
 const STEP_MS: u64 = 500;
-/// Seconds before the event, and after its end.
+/// Time before the event, in seconds.
 const BEFORE_S: u64 = 10;
+/// Time after the end of the event, in seconds.
 const AFTER_S: u64 = 90;
-/// Seconds until the next process of a killed agent starts while the node is cut off.
+/// Time until the next process of a killed agent starts while the node is cut off, in seconds.
 const RESTART_S: u64 = 10;
 const GRACE_MS: u64 = 30_000;
-/// Times after the begin of the event between which another host claims a host that does not keep
-/// its lease alive, in milliseconds: a lease lasts 12 to 15 s, and then the grace time passes.
+/// Time after the begin of the event at which another host claims a host without keep-alives, in
+/// milliseconds: the lease lasts 12 to 15 s, and then the grace time passes.
 const CLAIM_MS: std::ops::RangeInclusive<u64> = 42_000..=47_000;
 
-/// The machine of the host whose memory the tables are about.
+/// The machine of the host in the tables.
 const AGENT: usize = 0;
 /// The machine of a host that recovers others.
 const OTHER: usize = 1;
 
-/// Something that lasts for a while.
+/// An event that lasts for some time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Event {
     Stall,
@@ -55,8 +56,8 @@ enum Fate {
 use Event::*;
 use Fate::*;
 
-/// A row: its name, the event and how long it lasts in seconds, what becomes of the host, whether
-/// it takes memory on the node for lost, and whether operations of a process that runs wait for the
+/// A row: its name, the event and its duration in seconds, the fate of the host, whether the host
+/// treats its memory on the node as lost, and whether operations of a running process wait for the
 /// node.
 type Row = (&'static str, Event, u64, Fate, bool, bool);
 
@@ -114,8 +115,9 @@ const ROWS: &[Row] = &[
     ("kept-cut-node-60-kill-agent-10", KillAgentCutNode, 60, Resumed, !LOST, !WAITS),
 ];
 
-/// A row of segments: its name, the event and how long it lasts in seconds, and, if a program loses
-/// its access, the earliest and the latest time of that after the begin of the event, in seconds.
+/// A row of segments: its name, the event and its duration in seconds, and the earliest and latest
+/// time after the begin of the event at which the program loses its access, in seconds; `None` if
+/// it does not.
 type SegmentRow = (&'static str, Event, u64, Option<(u64, u64)>);
 
 const SEGMENT_ROWS: &[SegmentRow] = &[
@@ -138,7 +140,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     ROWS.iter().map(|row| row.0).chain(SEGMENT_ROWS.iter().map(|row| row.0))
 }
 
-/// Plays all rows. Returns what was wrong with each.
+/// Plays all rows. Returns the failed ones with their errors.
 pub fn play_all() -> Vec<String> {
     let outcomes = ROWS.iter().map(|row| (row.0, play(row)));
     let of_segments = SEGMENT_ROWS.iter().map(|row| (row.0, play_segment(row)));
@@ -146,8 +148,8 @@ pub fn play_all() -> Vec<String> {
     failed.map(|(name, error)| format!("{name}: {error}")).collect()
 }
 
-/// Plays a row of segments. A program has lost its access whenever another host may claim the
-/// segment: when it claims the host.
+/// Plays a row of segments. The program must have lost its access before another host claims its
+/// host, from when on another host may own the segment.
 fn play_segment(&(_, event, seconds, lost_s): &SegmentRow) -> Result<(), String> {
     let grace = GracePeriods { host_ms: GRACE_MS, nodes_ms: [0; 3] };
     let mut world = World::new(1, grace, 2, 2);
@@ -155,17 +157,16 @@ fn play_segment(&(_, event, seconds, lost_s): &SegmentRow) -> Result<(), String>
     world.start_host(AGENT, None)?;
     world.start_host(OTHER, None)?;
     let mut program = SegmentProgram::start(&world, AGENT);
-    let first = world.machines[AGENT].host.as_ref().expect("it runs").record.clone();
+    let first = world.machines[AGENT].host.as_ref().expect("the host runs").record.clone();
     let mut steps = |world: &mut World, seconds: u64, is_agent_down: bool| {
         for _ in 0..seconds * 1_000 / STEP_MS {
             world.step(is_agent_down)?;
             program.step(world);
             let is_claimed = world.claims.contains_key(&(first.host, first.claim_epoch));
-            // A machine that is suspended runs nothing. When it goes on, the program's next step is
-            // its first.
+            // A suspended machine runs nothing. When it resumes, the program steps first.
             if is_claimed && program.lost_ms.is_none() && !world.machines[AGENT].is_suspended {
                 return Err(format!(
-                    "a program has access to what another host may have, at {}",
+                    "a program has access to a segment that another host may own, at {} ms",
                     world.now_ms
                 ));
             }
@@ -201,7 +202,7 @@ fn play(&(name, event, seconds, fate, is_lost, waits): &Row) -> Result<(), Strin
         Ok::<(), String>(())
     };
     steps(&mut world, BEFORE_S, false)?;
-    let first = world.machines[AGENT].host.as_ref().expect("it runs").record.clone();
+    let first = world.machines[AGENT].host.as_ref().expect("the host runs").record.clone();
     let began_ms = world.now_ms;
     world.set_event(event, true)?;
     let down_s = match event {
@@ -231,8 +232,8 @@ fn play(&(name, event, seconds, fate, is_lost, waits): &Row) -> Result<(), Strin
 }
 
 impl World {
-    /// Passes some time, in which the agents and the node do what they can. Returns whether an
-    /// operation waits for the node.
+    /// Advances the time by one step, and all agents and nodes. Returns whether an operation waits
+    /// for the node.
     fn step(&mut self, is_agent_down: bool) -> Result<bool, String> {
         self.pass_time(STEP_MS, |_| true)?;
         for index in [AGENT, OTHER] {
@@ -254,14 +255,14 @@ impl World {
         Ok(host.is_some_and(|host| host.links.iter().any(|link| link.is_pending()) || !host.left.is_empty()))
     }
 
-    /// Reads from all nodes, also from those that do not answer.
+    /// Reads over all idle connections of a host, also from nodes that do not answer.
     fn read_all(&mut self, index: usize) -> Result<(), String> {
         if self.machines[index].is_halted() {
             return Ok(());
         }
         let Some(host) = &self.machines[index].host else { return Ok(()) };
         for link in (0..host.links.len()).rev() {
-            let host = self.machines[index].host.as_mut().expect("it runs");
+            let host = self.machines[index].host.as_mut().expect("the host runs");
             let link_to_read = &mut host.links[link];
             let is_idle = link_to_read.poll_pending() == Outcome::Done && !link_to_read.extents.is_empty();
             if is_idle {
@@ -286,8 +287,8 @@ impl World {
                 self.machines[AGENT].is_stopped = begins;
                 if !begins {
                     self.nodes[1].start(now_ms).map_err(|error| error.to_string())?;
-                    // It uses the node before its next keep-alive.
-                    let host = self.machines[AGENT].host.as_mut().ok_or("it has ended")?;
+                    // The host uses the node before its next keep-alive.
+                    let host = self.machines[AGENT].host.as_mut().ok_or("the host has ended")?;
                     host.renewed_ms = now_ms;
                     host.update_nodes();
                 }

@@ -17,18 +17,18 @@ use super::link::OrphanedExtents;
 use super::machine::{Acceptors, SimMachine};
 use super::node::SimNode;
 
-/// How long a host waits between keep-alives.
+/// Interval between keep-alives of a host, in milliseconds.
 const RENEWAL_MS: u64 = 3_000;
-/// How long an operation may stay without an answer before it ends, as over TCP.
+/// Timeout of an operation in nanoseconds, as over TCP.
 const ANSWER_TIMEOUT_NS: u64 = 10_000_000_000;
-/// Time for the operations of a turn, which take microseconds.
+/// Time for the operations of a turn in nanoseconds; they take microseconds.
 const TURN_NS: u64 = 100_000_000;
 
 /// The grace times of a schedule, in milliseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct GracePeriods {
     pub host_ms: u64,
-    /// For each node; 0 for memory that is not kept.
+    /// Grace time of each node; 0 for memory that is not kept.
     pub nodes_ms: [u64; 3],
 }
 
@@ -36,18 +36,18 @@ pub struct GracePeriods {
 #[derive(Debug)]
 pub struct HostMachine {
     pub machine: Arc<SimMachine>,
-    /// `None` if no process of a host runs there now.
+    /// The process of the host; `None` if none runs.
     pub host: Option<SimHost>,
-    /// The record and the extents of a process that has ended, for the next one.
+    /// The record and the extents of an ended process, for the next one.
     pub left: Option<(AgentRecord, Vec<OrphanedExtents>)>,
-    /// The next process, while it takes over.
+    /// The attempts of the next process to take over.
     pub takeover: Option<Takeover>,
     pub is_cut: bool,
     pub is_stopped: bool,
     pub is_suspended: bool,
 }
 
-/// A process that takes over from the one before.
+/// A process that takes over from the previous one.
 #[derive(Debug)]
 pub struct Takeover {
     pub retries: DirectoryRetries,
@@ -73,14 +73,15 @@ pub struct World {
     pub grace: GracePeriods,
     pub now_ms: u64,
     pub all_cut: bool,
-    /// The directory's process is stopped: it answers nothing, and leases get no older.
+    /// Whether the directory's process is stopped: it answers nothing, and leases do not expire.
     pub is_directory_stopped: bool,
-    /// For each life and host number: the greatest epoch under which its memory was freed.
+    /// The greatest epoch under which a recovery freed a host's memory, by node life and host
+    /// number.
     pub freed: BTreeMap<(u64, u16), u64>,
-    /// When each death began: by the host's number and the version of its record.
+    /// Times of deaths, in milliseconds, by the host's number and the version of its record.
     pub deaths: BTreeMap<(u16, u64), u64>,
-    /// When recoveries have claimed hosts, in milliseconds: by the host's number and the epoch of
-    /// its own claim.
+    /// Times at which recoveries have claimed hosts, in milliseconds, by the host's number and the
+    /// epoch of its own claim.
     pub claims: BTreeMap<(u16, u64), u64>,
     pub content: u64,
     pub counts: MembershipCounts,
@@ -137,7 +138,7 @@ impl World {
         self.all_cut || self.is_directory_stopped
     }
 
-    /// Makes cuts, and their ends, take effect.
+    /// Applies the present cuts to the connections to the directory.
     pub fn apply_cuts(&self) {
         let is_unreachable = self.is_unreachable();
         for machine in &self.machines {
@@ -150,8 +151,7 @@ impl World {
         }
     }
 
-    /// Advances the time, and lets all processes that run do what is due. Each node keeps its lease
-    /// alive if `is_prompt` says so.
+    /// Advances the time and all running processes. A node acts only if `is_prompt` returns true.
     pub fn pass_time(&mut self, ms: u64, mut is_prompt: impl FnMut(&mut Rng) -> bool) -> Result<(), String> {
         self.now_ms += ms;
         if !self.is_directory_stopped {
@@ -175,7 +175,7 @@ impl World {
         Ok(())
     }
 
-    /// Lets a host keep its lease alive, apply what the directory says, and look at its operations.
+    /// Advances a host: keeps its lease alive, applies changes of nodes, and polls its operations.
     pub fn host_tick(&mut self, index: usize) -> Result<(), String> {
         if self.machines[index].is_halted() {
             return Ok(());
@@ -188,11 +188,11 @@ impl World {
     }
 
     pub fn node_tick(&mut self, index: usize) {
-        // A node that is cut off does nothing.
+        // A node that is cut off fences no host.
         self.counts.fenced_by_nodes += self.nodes[index].act(self.now_ms).unwrap_or(0);
     }
 
-    /// Lets a host keep its lease alive, if that is due. A host that has lost it ends.
+    /// Keeps the lease of a host alive, if that is due. A host without a lease ends.
     fn renew(&mut self, index: usize) -> Result<(), String> {
         let now_ms = self.now_ms;
         let Some(host) = &mut self.machines[index].host else { return Ok(()) };
@@ -201,16 +201,16 @@ impl World {
         }
         host.renewed_ms = now_ms;
         if let Some((_, claim)) = host.worker.current() {
-            // If it has ended, another host recovers, and fences this one.
+            // If this lease has ended, another host continues the recovery, and fences this one.
             let _ = host.directory.lease_keep_alive(claim.lease().id);
         }
         match renew(&host.directory, host.lease) {
-            Renewal::Renewed => host.sure_ms = now_ms,
+            Renewal::Renewed => host.acknowledged_ms = now_ms,
             Renewal::Unknown(_) => {}
             Renewal::Ended => {
                 self.counts.leases_lost += 1;
                 if self.has_lease(index) {
-                    return Err("a host with a valid lease has given up".to_owned());
+                    return Err("a host with a valid lease has ended".to_owned());
                 }
                 self.end_host(index, true);
             }
@@ -218,7 +218,7 @@ impl World {
         Ok(())
     }
 
-    /// Ends a host's process. `is_resumed` says whether a next one is to take over.
+    /// Ends a host's process. If `is_resumed`, a next process takes over.
     pub fn end_host(&mut self, index: usize, is_resumed: bool) {
         let machine = &mut self.machines[index];
         let left = machine.host.take().map(SimHost::leave);
@@ -228,14 +228,14 @@ impl World {
 
     /// Whether the directory has a host's record with its epoch.
     pub fn has_lease(&self, index: usize) -> bool {
-        let record = self.machines[index].host.as_ref().map(|host| &host.record).expect("it runs");
-        let agents = names::agents(&self.direct).expect("it is never cut off");
+        let record = self.machines[index].host.as_ref().map(|host| &host.record).expect("the host runs");
+        let agents = names::agents(&self.direct).expect("this access is never cut off");
         agents.iter().any(|agent| agent.host == record.host && agent.epoch == record.epoch)
     }
 
-    /// Notes when hosts have died.
+    /// Records the times of new deaths.
     pub fn note_deaths(&mut self) {
-        for dead in names::dead_hosts(&self.direct).expect("it is never cut off") {
+        for dead in names::dead_hosts(&self.direct).expect("this access is never cut off") {
             self.deaths.entry((dead.record.host, dead.version)).or_insert(self.now_ms);
         }
     }

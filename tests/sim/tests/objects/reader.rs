@@ -32,12 +32,12 @@ pub struct DirectRead {
     payload: Vec<u64>,
 }
 
-/// How a read ended.
+/// The outcome of a read.
 #[derive(Clone, Debug)]
 pub enum ReadOutcome {
-    /// Its bytes.
+    /// The bytes of the object.
     Bytes(Vec<u64>),
-    /// It must be tried again, or the pointer be corrected.
+    /// A failure after which the client retries, or corrects the pointer.
     Invalid(ReadVerdict),
 }
 
@@ -62,7 +62,7 @@ impl DirectRead {
         }
     }
 
-    /// Takes one step. Returns the outcome of the last one.
+    /// Runs one step. Returns the outcome with the last step.
     pub fn step(&mut self, memory: &HeapMemory) -> Option<ReadOutcome> {
         let words = self.class.slot_bytes / 8 - 1;
         let done = u32::try_from(self.payload.len()).expect("small");

@@ -22,10 +22,10 @@ const OPERATIONS: u32 = 400;
 const READERS: usize = 4;
 const OBJECTS_MAX: usize = 700;
 const CLASS_BYTES: [u32; 4] = [24, 110, 120, 250];
-/// Of schedules with objects that have a block each.
+/// The class of objects in schedules in which each object has its own block.
 const SINGLE: Class = Class { slot_bytes: 2304, order: 0 };
 
-/// How often things happened in a schedule, or in all.
+/// Counts of events in a schedule, or in all schedules.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ObjectsCounts {
     allocations: u64,
@@ -88,19 +88,19 @@ impl ObjectsCounts {
     }
 }
 
-/// An object, and the bytes that it had.
+/// An object, with all versions of its bytes.
 #[derive(Debug)]
 struct ModelObject {
     number: ObjectNumber,
     class: Class,
-    /// All pointers that may be used still.
+    /// All pointers that may still be used.
     pointers: Vec<u64>,
-    /// Stamps of its bytes, with the times at which the writes began and ended.
+    /// Stamps of the object's bytes, with the times at which the writes began and ended.
     versions: Vec<(u64, u64, u64)>,
     freed_at: Option<u64>,
 }
 
-/// What readers see, and the readers.
+/// The readers, and the memory that they read.
 #[derive(Debug)]
 struct ReaderWorld {
     rng: Rng,
@@ -119,8 +119,8 @@ struct ReaderWorld {
 }
 
 impl ReaderWorld {
-    /// Kills the service if its time has come.
-    fn run_out(&mut self) {
+    /// Kills the service if the time of its crash has come.
+    fn crash_if_due(&mut self) {
         if let Some(left) = &mut self.crash_in {
             if *left == 0 {
                 self.crash_in = None;
@@ -130,7 +130,7 @@ impl ReaderWorld {
         }
     }
 
-    /// Lets other workers write, and readers take some steps.
+    /// Runs some writes of other workers, and some steps of readers.
     fn run_others(&mut self) {
         if self.rng.chance(1, 16)
             && let Some((object, at)) = self.writes.pop()
@@ -229,7 +229,7 @@ impl Words for ReaderWorld {
 
     fn store(&mut self, at: u64, word: u64) {
         self.run_others();
-        self.run_out();
+        self.crash_if_due();
         self.counts.splits += u64::from(self.layout.is_second_name(at) && word & u64::from(u32::MAX) != 0);
         self.memory.store(at, word);
         self.run_others();
@@ -237,7 +237,7 @@ impl Words for ReaderWorld {
 
     fn compare_swap(&mut self, at: u64, old: u64, new: u64) -> bool {
         self.run_others();
-        self.run_out();
+        self.crash_if_due();
         self.memory.compare_swap(at, old, new)
     }
 }
@@ -245,7 +245,7 @@ impl Words for ReaderWorld {
 impl HeapWords for ReaderWorld {
     fn discard(&mut self, at: u64, words: u64) {
         self.run_others();
-        self.run_out();
+        self.crash_if_due();
         self.memory.discard(at, words);
         self.run_others();
     }
@@ -275,7 +275,7 @@ struct Schedule {
     next_number: u64,
     /// The objects that live, by their index in the model.
     live: Vec<usize>,
-    /// Out of 16: how often an object is freed.
+    /// Share of frees among the operations, in sixteenths.
     frees: u64,
     classes: Vec<(ClassId, Class)>,
 }

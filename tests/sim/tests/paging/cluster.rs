@@ -101,7 +101,7 @@ pub struct SimCluster {
     /// The node that is partitioned from our hosts now, and the one that ever was.
     cut: Option<usize>,
     ever_cut: Option<usize>,
-    /// Set if nodes may be away and return with their memory; and whether any was.
+    /// Set if nodes may be away and return with their memory, and whether any node was away.
     absence: Option<NodeAbsence>,
     pub was_away: bool,
     /// Nodes that have fenced our host, because they learned that its lease ended.
@@ -280,7 +280,7 @@ impl SimCluster {
         }
         self.was_away = true;
         let node = node_of(&self.nodes, rng.index(self.targets.len()));
-        // With replicas the sender looks for the node each time that it advances.
+        // With replicas the sender tries to reach the node in each turn.
         let most = if self.replicas > 1 { 600 } else { 60 };
         absence.begin(&self.fabric, node, 1 + rng.below(most))
     }
@@ -368,8 +368,8 @@ impl SimCluster {
         true
     }
 
-    /// Allocates all free memory for another host. With replicas often not on all nodes, so that
-    /// some replicas can be made.
+    /// Allocates all free memory for another host. With replicas, often not on all nodes, so that
+    /// some replicas can be created.
     pub fn fill_up(&mut self, rng: &mut Rng) {
         let mut nodes: Vec<_> = self.other_host.nodes().collect();
         if self.replicas > 1 && rng.chance(3, 4) {
@@ -435,8 +435,8 @@ impl SimCluster {
         self.scan_for_leaks()
     }
 
-    /// Suspects leaks on all nodes, because a new agent does not know what the previous one left
-    /// there.
+    /// Suspects leaks on all nodes, because a new agent does not know the extents that the previous
+    /// one leaked there.
     pub fn suspect_all(&mut self) {
         self.leak_detector = Arc::default();
         (0..).zip(&self.targets).for_each(|(id, _)| self.leak_detector.suspect_leak(NodeId(id)));

@@ -65,21 +65,21 @@ impl SimEdge {
     /// Runs the world for some steps, and the agent survives.
     fn run_world_alive(&self) -> RefMut<'_, PagingWorld> {
         let mut world = self.world.borrow_mut();
-        let pace = world.pace;
-        world.run_others(pace);
+        let steps_per_call = world.steps_per_call;
+        world.run_others(steps_per_call);
         world
     }
 
-    /// Whether the worker has not finished a batch yet, as every 64th time. Recorded schedules keep
-    /// their meaning, because no random number is drawn for it.
+    /// Whether the worker has not finished a batch yet: true in every 64th call. No random number
+    /// is drawn for it, so that recorded schedules stay valid.
     fn is_unfinished(&self) -> bool {
-        let looks = &mut self.world.borrow_mut().processes[self.process].looks_at_batches;
-        *looks += 1;
-        looks.is_multiple_of(64)
+        let checks = &mut self.world.borrow_mut().processes[self.process].batch_checks;
+        *checks += 1;
+        checks.is_multiple_of(64)
     }
 
-    /// Lets the agent die, likely, if it has read moves that would mix pages up when they are
-    /// applied in the wrong order: a move to a range that was just moved away.
+    /// Lets the agent die with a high probability if it has read moves that mix pages up when they
+    /// are applied in the wrong order: a move to a range that was just moved away.
     fn may_die_among(&self, messages: &[UffdMessage<usize>]) {
         let moves = messages.iter().filter_map(|message| match message {
             UffdMessage::Remap { from, to, pages } => Some((*from, *to, *pages)),
@@ -89,12 +89,12 @@ impl SimEdge {
             moves.clone().skip(first + 1).any(|(_, to, _)| (from..from + pages).contains(&to))
         };
         let mut world = self.world.borrow_mut();
-        // With `Focus::Reuse` any move will do, because its old place is then used at once.
-        let is_worth_dying = match world.focus {
+        // With `Focus::Reuse` any move is critical, because its old place is used at once.
+        let is_critical = match world.focus {
             Focus::Reuse => moves.clone().next().is_some(),
             _ => moves.clone().enumerate().any(is_chain),
         };
-        if is_worth_dying && world.agent_may_die && world.rng.chance(3, 4) {
+        if is_critical && world.agent_may_die && world.rng.chance(3, 4) {
             super::death::schedule_at(StepKind::Event, 1);
         }
     }
@@ -384,9 +384,9 @@ impl Kernel for SimEdge {
     }
 
     fn has_worker(&self) -> bool {
-        let looks_until_worker = &mut self.run_world().processes[self.process].looks_until_worker;
-        *looks_until_worker = looks_until_worker.saturating_sub(1);
-        *looks_until_worker == 0
+        let checks_until_worker = &mut self.run_world().processes[self.process].checks_until_worker;
+        *checks_until_worker = checks_until_worker.saturating_sub(1);
+        *checks_until_worker == 0
     }
 
     fn lock_pins(&mut self) {
@@ -411,7 +411,7 @@ impl Kernel for SimEdge {
     }
 
     fn yield_now(&mut self) {
-        self.run_world().run_some_thread();
+        self.run_world().run_random_thread();
     }
 }
 
@@ -432,7 +432,7 @@ impl Edge for SimEdge {
         let mut world = self.run_world();
         let is_forking = !world.unserved_children(self.process).is_empty();
         if is_forking && world.queue.has_request_of(self.process as u64) && world.rng.chance(1, 8) {
-            // Its staging buffers are gone, and children inherit what was in them.
+            // The process's staging buffers are gone, and children inherit the pages in them.
             world.kill(self.process);
         }
         world.run_sender();
@@ -478,7 +478,7 @@ impl Edge for SimEdge {
         world.keep(child, volume.table_memory(), &journal, Some(origin));
         world.new_children.push((child, volume, areas, journal));
         if world.processes[child].inherited.is_some() && world.agent_may_die && world.rng.chance(1, 2) {
-            // Before the child's monitor has discarded what the child has not got.
+            // Before the child's monitor has discarded the memory that the child did not inherit.
             let steps = 1 + u32::try_from(world.rng.below(4)).expect("small");
             super::death::schedule(steps);
         }

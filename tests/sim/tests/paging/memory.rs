@@ -1,4 +1,4 @@
-//! The memory of a modelled program, page by page, and what the program must read there.
+//! The memory of a modelled program, page by page, with the contents that the program must read.
 
 use aquifer_fabric::sim::Rng;
 use aquifer_pager::{PAGE_BYTES, PageNumber};
@@ -35,15 +35,15 @@ pub struct ModelPage {
     pub is_registered: bool,
     pub frame: Option<ModelFrame>,
     pub is_poisoned: bool,
-    /// What the program must read.
+    /// The stamp that the program must read.
     pub expected: u64,
-    /// Zeros may be read as well, after `MADV_FREE` or a fork during `MADV_DONTNEED`.
+    /// Whether zeros may be read as well, after `MADV_FREE` or a fork during `MADV_DONTNEED`.
     pub may_be_zero: bool,
-    /// Its owner is dropping it: another thread may read the old bytes or zeros.
+    /// Whether the owner is dropping the page: another thread may read the old bytes or zeros.
     pub is_being_dropped: bool,
-    /// The program has pinned it: it stays present.
+    /// Whether the program has pinned the page, which then stays present.
     pub is_kept: bool,
-    /// The program got SIGBUS here: it must not read anything again.
+    /// Whether the program got SIGBUS here: it must not read the page successfully any more.
     pub is_dead: bool,
 }
 

@@ -1,5 +1,5 @@
-//! The simulator of paging: modelled programs with threads run the real monitor, volume, sender and
-//! pool client over the simulated fabric.
+//! The simulator of paging: modelled programs with threads, and the product's monitor, volume,
+//! sender and pool client over the simulated fabric.
 //!
 //! Each page that a program reads is compared with what the program wrote. At the end all memory
 //! must be free.
@@ -74,7 +74,7 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     ],
 };
 const SCHEDULES: u64 = 2_000;
-/// The fixed schedules must do each thing at least this often.
+/// Each counted event must happen at least this often in the fixed schedules.
 const COUNT_MIN: u64 = 10;
 
 fn is_tracing() -> bool {

@@ -13,7 +13,7 @@ use aquifer_pager::{Memory, PageNumber};
 
 use super::memory::{ModelFrame, ModelPage, index, number};
 
-/// What a system call still has to do after its events were read.
+/// The remaining work of a system call after its events were read.
 #[derive(Clone, Copy, Debug)]
 pub enum AfterEvents {
     Nothing,
@@ -35,7 +35,7 @@ pub enum EventStage {
     Read,
 }
 
-/// What a thread is doing.
+/// The state of a thread.
 #[derive(Debug)]
 pub enum ThreadState {
     Idle,
@@ -43,12 +43,12 @@ pub enum ThreadState {
         page: usize,
         write: bool,
     },
-    /// Waits in a page fault.
+    /// Waiting in a page fault.
     Blocked {
         page: usize,
         write: bool,
     },
-    /// Has pinned a page, and touches it when the agent is not in an eviction.
+    /// Waiting to touch a pinned page, until no eviction of the agent is in progress.
     Pinning {
         page: usize,
     },
@@ -68,12 +68,12 @@ pub enum ThreadState {
 #[derive(Debug)]
 pub struct Thread {
     pub state: ThreadState,
-    /// The page that was touched last: programs tend to touch neighbours.
+    /// The page that was touched last, because programs tend to touch neighbours.
     pub last: usize,
 }
 
 impl Thread {
-    /// Whether it has moved or unmapped memory, and an event of that is not in the queue yet.
+    /// Whether the thread has moved or unmapped memory, and the event is not in the queue yet.
     fn has_unreported_change(&self) -> bool {
         let ThreadState::RaisingEvents { events, stage, .. } = &self.state else { return false };
         let unreported = events.iter().skip(usize::from(*stage != EventStage::Raised));
@@ -96,23 +96,23 @@ pub enum KernelEvent {
 #[derive(Clone, Debug)]
 pub struct SentProcess(pub Rc<SenderSide>);
 
-/// What the sender shares with a process.
+/// State that the sender shares with a process.
 #[derive(Debug)]
 pub struct SenderSide {
     pub id: usize,
     pub is_alive: Cell<bool>,
-    /// Indexed by buffer: the pages that were moved there.
+    /// The pages in each staging buffer.
     pub staging: RefCell<Vec<Vec<Option<u64>>>>,
-    /// What the sender has completed.
+    /// Completions of the sender that the monitor has not read yet.
     pub done: RefCell<VecDeque<SenderEvent>>,
 }
 
-/// What the keeper holds of a process that is served.
+/// Memory of a served process that the keeper holds.
 #[derive(Debug)]
 pub struct KeptMemory {
     pub table: Memory,
     pub journal: Memory,
-    /// The fork that it comes from.
+    /// The fork that created the process.
     pub origin: Option<Origin>,
 }
 
@@ -120,7 +120,7 @@ pub struct KeptMemory {
 pub struct SimProcess {
     pub id: usize,
     pub is_alive: bool,
-    /// A child runs after its parent's event was read.
+    /// Whether the process runs. A child starts after its parent's fork event was read.
     pub is_started: bool,
     pub pages: Vec<ModelPage>,
     pub threads: Vec<Thread>,
@@ -130,24 +130,25 @@ pub struct SimProcess {
     pub sender_side: Rc<SenderSide>,
     /// The program's mapping of its control memory.
     pub control: WorkerPort,
-    /// How often the agent has looked whether a batch is finished.
-    pub looks_at_batches: u64,
-    /// A child's worker exists after this number of checks.
-    pub looks_until_worker: u32,
-    /// Staging buffers.
+    /// Number of checks of the agent whether a batch is finished.
+    pub batch_checks: u64,
+    /// Number of checks after which a child's worker exists.
+    pub checks_until_worker: u32,
+    /// Number of staging buffers.
     pub buffers: usize,
     /// Pages that are known to be lost.
     pub lost: BTreeSet<PageNumber>,
     pub parent: Option<usize>,
     pub scans: Vec<Vec<Area>>,
     pub is_nudged: bool,
-    /// Whether its monitor waits for a block of another process.
+    /// Whether the process's monitor waits for a block of another process.
     pub waits_for_block: bool,
-    /// Changes that threads have begun since a thread has changed memory and not reported it yet.
+    /// Changes that threads have begun while a change of another thread is not reported yet.
     pub changes_meanwhile: u32,
     /// The range that was moved away last, which the kernel tends to use again.
     pub moved_from: (usize, usize),
-    /// A child: what memory it has got. Its thread waits until the agent has discarded the rest.
+    /// The memory that a child has inherited. The child's thread waits until the agent has
+    /// discarded the rest.
     pub inherited: Option<Areas>,
 }
 
@@ -169,8 +170,8 @@ impl SimProcess {
                 done: RefCell::default(),
             }),
             control: WorkerPort::new().expect("memory"),
-            looks_at_batches: 0,
-            looks_until_worker: 0,
+            batch_checks: 0,
+            checks_until_worker: 0,
             buffers,
             lost: BTreeSet::new(),
             parent: None,
@@ -189,11 +190,11 @@ impl SimProcess {
         WorkerPort::recover(fd).expect("it is of this version")
     }
 
-    /// The child of a fork: it has one thread, and shares all pages that are not pinned.
-    pub fn fork(&mut self, id: usize, looks_until_worker: u32) -> Self {
+    /// Creates the child of a fork, which has one thread and shares all pages that are not pinned.
+    pub fn fork(&mut self, id: usize, checks_until_worker: u32) -> Self {
         let mut child = Self::new(id, self.pages.len(), 1, self.buffers);
         child.is_started = false;
-        child.looks_until_worker = looks_until_worker;
+        child.checks_until_worker = checks_until_worker;
         child.parent = Some(self.id);
         child.lost.clone_from(&self.lost);
         for (mine, theirs) in self.pages.iter_mut().zip(&mut child.pages) {
@@ -212,8 +213,8 @@ impl SimProcess {
         child
     }
 
-    /// Takes a range from a child that was just forked, as `MADV_DONTFORK` does, or empties it, as
-    /// `MADV_WIPEONFORK` does.
+    /// Removes a range from a child that was just forked, as `MADV_DONTFORK` does, or empties the
+    /// range, as `MADV_WIPEONFORK` does.
     pub fn disinherit(&mut self, start: usize, end: usize, is_kept: bool) {
         for page in &mut self.pages[start..end] {
             let (owner, is_registered) = (page.owner, page.is_registered);
@@ -227,8 +228,8 @@ impl SimProcess {
         inherited.remove(Area { start: number(start), end: number(end) });
     }
 
-    /// Maps new memory where a child has not got any. The sampler finds it before the child touches
-    /// it.
+    /// Maps new memory where a child has inherited none. The sampler finds it before the child
+    /// touches it.
     pub fn replace_uninherited(&mut self, inherited: &Areas) {
         for at in 0..self.pages.len() {
             if !self.pages[at].is_mapped && !inherited.contains(number(at)) {
@@ -253,7 +254,7 @@ impl SimProcess {
         !self.is_alive || self.threads.iter().all(|thread| matches!(thread.state, ThreadState::Idle))
     }
 
-    /// Touches a page by a thread, and compares what it finds with what it must find.
+    /// Touches a page by a thread, and compares the contents with the expected ones.
     pub fn touch(&mut self, thread: usize, at: usize, write: Option<u64>) -> Result<(), String> {
         let process = self.id;
         let page = &mut self.pages[at];
@@ -313,7 +314,7 @@ impl SimProcess {
         Ok(())
     }
 
-    /// Wakes the threads that wait for these pages, so that they try again.
+    /// Wakes the threads that wait for these pages, which then retry.
     pub fn wake(&mut self, start: usize, end: usize) {
         for (number, thread) in self.threads.iter_mut().enumerate() {
             if let ThreadState::Blocked { page, write } = thread.state

@@ -1,4 +1,4 @@
-//! What the threads of a modelled program do: touch, drop, unmap, map, move, pin, fork.
+//! Actions of the threads of a modelled program: touch, drop, unmap, map, move, pin, fork.
 
 use aquifer_fabric::sim::Rng;
 
@@ -7,14 +7,14 @@ use super::memory::{ModelPage, number};
 use super::process::{AfterEvents, KernelEvent, SimProcess, ThreadState};
 use super::world::PagingWorld;
 
-/// Processes of a schedule, at most.
+/// Largest number of processes of a schedule.
 const PROCESSES_MAX: usize = 4;
 /// The first of the numbers that stand for a move.
 const MOVE: u64 = 16;
 
 impl PagingWorld {
     /// Runs a random thread of a random process for one step.
-    pub fn run_some_thread(&mut self) {
+    pub fn run_random_thread(&mut self) {
         let process = self.rng.index(self.processes.len());
         let target = &self.processes[process];
         if !target.is_alive || !target.is_started || target.inherited.is_some() {
@@ -60,8 +60,8 @@ impl PagingWorld {
         }
     }
 
-    /// Runs threads that were just woken, with a high probability. Otherwise tiny limits would
-    /// evict their pages again and again.
+    /// Runs threads that were just woken, with a high probability. Otherwise small limits would
+    /// evict their pages before each touch.
     pub fn run_woken(&mut self, process: usize) {
         for thread in 0..self.processes[process].threads.len() {
             let state = &self.processes[process].threads[thread].state;
@@ -186,9 +186,9 @@ impl PagingWorld {
         if id >= PROCESSES_MAX || self.focus == Focus::Reuse || self.processes[process].is_moving() {
             return;
         }
-        let looks_until_worker = u32::try_from(self.rng.below(30)).expect("small");
+        let checks_until_worker = u32::try_from(self.rng.below(30)).expect("small");
         let parent = &mut self.processes[process];
-        let mut child = parent.fork(id, looks_until_worker);
+        let mut child = parent.fork(id, checks_until_worker);
         if self.rng.chance(1, 3) {
             let is_mapped = |at: usize| child.pages[at].is_mapped;
             let range = super::memory::random_run(&mut self.rng, child.pages.len(), 20, is_mapped);

@@ -105,7 +105,7 @@ impl PagingSchedule {
         }
     }
 
-    /// Per staging buffer, what the worker has done. It completes its command first.
+    /// Returns the state of each staging buffer, after the worker has completed its command.
     fn batches(&self, process: usize) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         worker::run(&self.world, process).ok()?;
         let port = self.world.borrow().processes[process].agent_port();
@@ -114,8 +114,9 @@ impl PagingSchedule {
         Some(batches)
     }
 
-    /// With [`Focus::Reuse`]: the place from which the program has moved pages. The program uses it
-    /// before the first turn of the new agent's monitor, and the sampler scans the process.
+    /// Returns the place from which the program has moved pages, with [`Focus::Reuse`]. The program
+    /// uses this place before the first turn of the new agent's monitor, and the sampler scans the
+    /// process.
     fn used_early(&self, unapplied: &[UffdMessage<usize>]) -> Option<Area> {
         let world = self.world.borrow();
         if world.focus != Focus::Reuse || world.is_winding_down {

@@ -21,12 +21,12 @@ use super::world::{PagingCounts, PagingWorld};
 /// More rounds than any schedule needs to become idle.
 const ROUNDS_MAX: u32 = 60_000;
 
-/// The agent dies within this number of steps: at once, in its next action, or later.
+/// Largest numbers of steps until the agent dies: at once, in its next action, or later.
 const DEATH_STEPS: [u64; 3] = [10, 60, 400];
 
 pub struct PagingSchedule {
     pub world: Rc<RefCell<PagingWorld>>,
-    /// Indexed by process; `None` before its fork was served and after its end.
+    /// Monitors by process; `None` before the fork was served and after the end of the process.
     pub monitors: Vec<Option<Monitor<SimEdge>>>,
     pub buffers: usize,
     /// The faults that may be injected.
@@ -34,7 +34,7 @@ pub struct PagingSchedule {
     has_many_faults: bool,
 }
 
-/// Which faults a schedule injects.
+/// The kinds of faults that a schedule injects.
 #[derive(Clone, Copy)]
 struct PagingFaults {
     crashes: bool,

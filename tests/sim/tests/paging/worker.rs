@@ -52,8 +52,8 @@ fn command(world: &PagingWorld, process: usize) -> (u32, usize, Option<Vec<PageN
 /// Runs the world for some steps. The agent survives.
 fn run_world(world: &Rc<RefCell<PagingWorld>>) -> RefMut<'_, PagingWorld> {
     let mut world = world.borrow_mut();
-    let pace = world.pace;
-    world.run_others(pace);
+    let steps_per_call = world.steps_per_call;
+    world.run_others(steps_per_call);
     world
 }
 

@@ -19,13 +19,13 @@ use super::focus::Focus;
 use super::memory::{encode, index};
 use super::process::{KeptMemory, SentProcess, SimProcess};
 
-/// Messages of one read, at most.
+/// Largest number of messages of one read.
 const MESSAGES_MAX: usize = 16;
 /// More slabs than any schedule has.
 const SLABS_MAX: u32 = 256;
 
-/// How often things happened in a schedule, or in all. A simulator that never does a thing cannot
-/// find its bugs.
+/// Counts of events in a schedule, or in all schedules. A simulator in which an event never happens
+/// cannot find its bugs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PagingCounts {
     pub evictions: u64,
@@ -40,7 +40,7 @@ pub struct PagingCounts {
     pub remaps: u64,
     pub kills: u64,
     pub crashes: u64,
-    /// Nodes that returned without their memory, and those of them that the sender added.
+    /// Nodes that returned without their memory, and the number of these that the sender added.
     pub returns: u64,
     pub joined: u64,
     /// Extents and spans that the leak scan freed.
@@ -55,8 +55,8 @@ pub struct PagingCounts {
     pub repaired: u64,
     /// Pages that were moved out of slabs that were being vacated.
     pub repacked: u64,
-    /// Nodes that died while all pages had other replicas, and those of them that died after
-    /// replicas of an earlier dead node had been made.
+    /// Nodes that died while all pages had other replicas, and the number of these that died after
+    /// the replicas of an earlier dead node had been replaced.
     pub survived: u64,
     pub survived_after_healing: u64,
     pub restarts: u64,
@@ -65,9 +65,9 @@ pub struct PagingCounts {
     /// Nodes that fenced our host.
     pub expiries: u64,
     pub absences: u64,
-    /// Nodes that did not answer and were given up, and replicas that were dropped because they
-    /// lacked a WRITE.
-    pub given_up: u64,
+    /// Nodes that the sender dropped because they did not answer, and replicas that were dropped
+    /// because they lacked a WRITE.
+    pub dropped_nodes: u64,
     pub incomplete: u64,
     /// Forks after which pages were write-protected, and answers that permitted writes.
     pub protections: u64,
@@ -111,7 +111,7 @@ impl PagingCounts {
             ("partitions of a node", self.cuts),
             ("nodes that fenced the host", self.expiries),
             ("nodes that were away", self.absences),
-            ("nodes that were given up", self.given_up),
+            ("nodes that the sender dropped", self.dropped_nodes),
             ("replicas that lacked a WRITE", self.incomplete),
             ("forks that were protected", self.protections),
             ("writes to protected pages", self.unprotected),
@@ -150,7 +150,7 @@ impl PagingCounts {
         self.cuts += other.cuts;
         self.expiries += other.expiries;
         self.absences += other.absences;
-        self.given_up += other.given_up;
+        self.dropped_nodes += other.dropped_nodes;
         self.incomplete += other.incomplete;
         self.protections += other.protections;
         self.unprotected += other.unprotected;
@@ -182,7 +182,7 @@ impl SentProgram for SentProcess {
     }
 }
 
-/// The same memory, mapped a second time.
+/// Maps memory a second time.
 pub fn reopen(memory: &Memory) -> Memory {
     let fd = memory.fd().try_clone_to_owned().expect("a descriptor");
     Memory::from_fd(fd, memory.len()).expect("it is sealed")
@@ -200,29 +200,29 @@ pub struct PagingWorld {
     pub queue: SendQueue<SentProcess>,
     /// Children whose fork the parent's monitor has served.
     pub new_children: Vec<(usize, Volume, Areas, Journal)>,
-    /// Indexed by process: what the keeper holds of it.
+    /// Memory that the keeper holds, by process.
     pub kept: Vec<Option<KeptMemory>>,
     /// The epoch of the present agent.
     pub epoch: u64,
     pub clock_ns: u64,
-    /// Steps of the world between two calls of a monitor, at most.
-    pub pace: u64,
-    /// How often monitors have waited for the sender.
+    /// Largest number of steps of the world during one call of a monitor.
+    pub steps_per_call: u64,
+    /// Number of times that monitors have waited for the sender.
     pub waits: u32,
     pub stamps: u64,
     /// Operations that threads may still begin.
     pub operations: u32,
-    /// Operations are drawn from this many numbers. The more, the more of them are touches.
+    /// The range of numbers from which operations are drawn. A larger range has more touches.
     pub mix: u64,
-    /// Programs move their memory often.
+    /// Whether programs move their memory often.
     pub moves_often: bool,
-    /// Events of `madvise` may enter the queue some time after they were raised.
+    /// Whether events of `madvise` may enter the queue some time after they were raised.
     pub late_events: bool,
     /// Whether a thread may change memory while another has made a change and not reported it.
     /// Otherwise memory may grow: see "What is not handled" in `docs/formats/paging.md`.
     pub changes_overlap: bool,
-    /// Operations on the fabric stay in flight for long.
-    is_fabric_lazy: bool,
+    /// Whether operations on the fabric stay in flight for long.
+    is_fabric_slow: bool,
     pub is_winding_down: bool,
     pub agent_may_die: bool,
     pub failure: Option<String>,
@@ -274,7 +274,7 @@ impl PagingWorld {
             kept: Vec::new(),
             epoch: 1,
             clock_ns: 0,
-            pace: 1 + rng.below(5),
+            steps_per_call: 1 + rng.below(5),
             waits: 0,
             stamps: 0,
             operations: if [Focus::Events, Focus::Writes, Focus::Reuse].contains(&focus) { 300 } else { 20 }
@@ -288,7 +288,7 @@ impl PagingWorld {
             moves_often,
             changes_overlap: rng.chance(1, 2) || focus == Focus::Events,
             late_events: rng.chance(1, 3) || [Focus::Restarts, Focus::Events].contains(&focus),
-            is_fabric_lazy: rng.chance(1, 3) || focus == Focus::Writes,
+            is_fabric_slow: rng.chance(1, 3) || focus == Focus::Writes,
             is_winding_down: false,
             agent_may_die: false,
             failure: None,
@@ -307,10 +307,10 @@ impl PagingWorld {
         for _ in 0..self.rng.below(max + 1) {
             self.clock_ns += self.rng.below(300_000);
             match self.rng.below(16) {
-                0..10 => self.run_some_thread(),
+                0..10 => self.run_random_thread(),
                 10..12 => self.run_sender(),
                 12..15 => {
-                    if !self.is_fabric_lazy || self.rng.chance(1, 16) {
+                    if !self.is_fabric_slow || self.rng.chance(1, 16) {
                         self.cluster.fabric.step();
                     }
                 }
@@ -429,7 +429,7 @@ impl PagingWorld {
         self.counts.unchanged += sent.unchanged_pages;
         self.counts.copied += sent.copied_slabs;
         self.counts.repaired += sent.repaired_pages;
-        self.counts.given_up += sent.given_up;
+        self.counts.dropped_nodes += sent.given_up;
         self.counts.incomplete += sent.incomplete_replicas;
     }
 

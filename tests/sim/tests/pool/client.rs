@@ -17,7 +17,7 @@ use aquifer_pool::op::{
 use aquifer_pool::word::AlignedRun;
 
 const REPLY_WORDS: usize = 512;
-/// Words for what is written, behind the replies.
+/// Words of written values, behind the replies.
 const WRITTEN_WORDS: usize = 80;
 const WRITTEN_AT: usize = REPLY_WORDS * 8;
 
@@ -34,7 +34,7 @@ enum RunningOp {
     Recover(Box<RecoverOp>),
 }
 
-/// An attempt at such a free: resumed first, and then as a new free.
+/// An attempt at a resumed free: resumed first, and then as a new free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FreeAttempt {
     First,
@@ -61,12 +61,12 @@ pub struct SimClient {
     pub host: Host,
     pub tenant: Tenant,
     pub alive: bool,
-    /// Extents that it owns and has not begun to free.
+    /// Extents that the client owns and has not begun to free.
     pub owned: Vec<Grant>,
-    /// Extents that it keeps to the end.
+    /// Extents that the client keeps until the end of the schedule.
     pub kept: Vec<Grant>,
-    /// The ledger of extents that it is freeing, each with the record that its word had when the
-    /// free began.
+    /// The ledger of extents that the client is freeing, each with the record that its word had
+    /// when the free began.
     freeing: Vec<(Grant, u32)>,
     /// The extents that the killed process was freeing.
     unfinished: Vec<(Grant, u32)>,
@@ -81,13 +81,13 @@ pub struct SimClient {
     /// The number of missing answers to the last action, and the answers that have come.
     awaited: usize,
     outcomes: Vec<u64>,
-    /// The dead host that it recovers.
+    /// The dead host that the client recovers.
     recovering: Option<Host>,
     /// The last action, while its answer is missing.
     pub posted: Option<Action>,
 }
 
-/// More clients than there are. The number of the last one is used for keys that no client has.
+/// An upper bound of the number of clients. The last number is used for keys that no client has.
 pub const CLIENTS_MAX: u32 = 64;
 
 impl SimClient {
@@ -192,7 +192,7 @@ impl SimClient {
         !self.unfinished.is_empty()
     }
 
-    /// Resumes one of those frees.
+    /// Resumes an unfinished free of the killed process.
     pub fn resume(&mut self) -> Option<OpOutcome> {
         let (grant, record) = self.unfinished.pop().expect("there is one");
         self.freeing = vec![(grant, record)];
@@ -226,7 +226,7 @@ impl SimClient {
         self.follow(step).map(OpOutcome::Alloc)
     }
 
-    /// Polls; takes the next step if the answer is complete.
+    /// Polls for answers; runs the next step if the answer is complete.
     pub fn poll(&mut self) -> Option<OpOutcome> {
         let mut completions: Vec<Completion> = Vec::new();
         // All completions are polled, because no later event may cause another poll.

@@ -1,11 +1,11 @@
-//! A client that knows what each of its requests must be answered.
+//! A client that checks the reply to each of its requests.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What is known of a key.
+/// The expected state of a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Known {
     value: String,
@@ -23,7 +23,7 @@ pub struct Checker {
     writes: u64,
 }
 
-/// What a request of a batch must be answered.
+/// The expected reply to a request of a batch.
 enum Expected {
     Stored(String),
     Value { key: String, value: Option<String>, returns_cas: bool },
@@ -53,13 +53,13 @@ impl Checker {
         format!("{}-{number}", self.name)
     }
 
-    /// The value that a key has after the requests so far, which take effect in their order.
+    /// The value of a key after the requests so far, which take effect in their order.
     fn value_of(&self, key: &str) -> Option<String> {
         self.known.get(key).map(|known| known.value.clone())
     }
 
-    /// Sends batches of this many requests and checks the replies, until `stops`. Adds the number
-    /// of requests to `requests`.
+    /// Sends batches of `batch` requests and checks the replies, until `stops`. Adds the number of
+    /// requests to `requests`.
     pub fn run(&mut self, batch: usize, stops: &AtomicBool, requests: &AtomicU64) {
         while !stops.load(Ordering::Relaxed) {
             self.check_batch(batch);
@@ -74,7 +74,7 @@ impl Checker {
             let next = self.request(&mut sent);
             expected.extend(next);
         }
-        // A reply must come after noreply, too.
+        // A command with a reply, in case that the last one is a `noreply`.
         sent += "mn\r\n";
         self.stream.get_mut().write_all(sent.as_bytes()).unwrap();
         for reply in expected {
@@ -83,7 +83,7 @@ impl Checker {
         assert_eq!(self.line(), "MN");
     }
 
-    /// Adds a request; returns what it must be answered.
+    /// Adds a request; returns the expected reply.
     fn request(&mut self, sent: &mut String) -> Option<Expected> {
         let key = self.key();
         let number = format!("n{key}");
@@ -176,7 +176,7 @@ impl Checker {
                         (found.first(), self.known.get_mut(&key))
                     && *value == known.value
                 {
-                    // Later requests of the batch have not changed it.
+                    // Later requests of the batch have not changed the value.
                     known.cas = Some(*cas);
                 }
             }
@@ -216,7 +216,7 @@ impl Checker {
         line
     }
 
-    /// Reads all keys back.
+    /// Reads all keys back and checks their values.
     pub fn check_all(&mut self) {
         let known: Vec<(String, Known)> =
             self.known.iter().map(|(key, known)| (key.clone(), known.clone())).collect();

@@ -1,4 +1,4 @@
-//! Messages and answers that are lost, as a seed says.
+//! Faults: messages and answers of the directory that are lost, chosen by a seed.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,10 +11,10 @@ use aquifer_directory::{
     Watch,
 };
 
-/// One message in so many is lost.
+/// One message in this number is lost.
 const LOST_ONE_IN: u64 = 12;
 
-/// Decides what is lost.
+/// Decides which messages are lost.
 #[derive(Debug)]
 pub struct Faults {
     state: AtomicU64,
@@ -27,7 +27,7 @@ impl Faults {
         Self { state: AtomicU64::new(seed), is_active: AtomicBool::new(false), lost: AtomicU64::new(0) }
     }
 
-    /// Whether messages are lost from now on.
+    /// Sets whether messages are lost from now on.
     pub fn set_active(&self, is_active: bool) {
         self.is_active.store(is_active, Ordering::SeqCst);
     }
@@ -79,7 +79,7 @@ impl Directory for FaultyDirectory {
             return Err(unavailable());
         }
         let outcome = self.inner.transaction(transaction);
-        // It was carried out, and that is not heard.
+        // The transaction was carried out, and its answer may be lost.
         if self.faults.loses() { Err(unavailable()) } else { outcome }
     }
 

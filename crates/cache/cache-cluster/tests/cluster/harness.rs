@@ -1,4 +1,4 @@
-//! Starts servers and asks them.
+//! A cluster of servers in this process, and requests to them.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -22,15 +22,15 @@ use tempfile::TempDir;
 
 /// Partitions of the cache.
 pub const PARTITIONS: usize = 16;
-/// Longest time for anything that must happen.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Read timeout of a client's connection.
+const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// How the servers of a test are.
+/// Options of the servers of a test.
 #[derive(Clone, Copy, Debug)]
 pub struct Kind {
     /// Whether partitions move over shared memory, or over TCP.
     pub is_local: bool,
-    /// Whether what is forwarded is encrypted.
+    /// Whether forwarded requests are encrypted.
     pub encrypt: bool,
     /// Bytes of memory of each server.
     pub limit: u64,
@@ -51,11 +51,11 @@ pub struct Cluster {
     pub directory: Arc<dyn Directory>,
     folder: TempDir,
     count: usize,
-    /// What loses messages and answers of the directory.
+    /// Loses messages and answers of the directory.
     faults: Option<Arc<Faults>>,
-    /// The time that servers leave to others to join again, for those that are added from now on.
+    /// [`ClusterOptions::return_time`] of servers that are added from now on.
     pub return_time: Duration,
-    /// The time for which requests wait for partitions, for servers that are added from now on.
+    /// Time for which requests wait for partitions, for servers that are added from now on.
     pub partition_timeout: Duration,
     /// The keeper of the machine, for servers that are added from now on.
     pub keeper: Option<PathBuf>,
@@ -131,7 +131,7 @@ impl Cluster {
 
     pub fn connect(&self, server: usize) -> TcpStream {
         let stream = TcpStream::connect(self.clients(server)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(READ_TIMEOUT)).unwrap();
         stream.set_nodelay(true).unwrap();
         stream
     }
@@ -147,7 +147,10 @@ impl Cluster {
         }
     }
 
-    /// Moves a partition; returns why that was not possible.
+    /// Moves a partition.
+    ///
+    /// # Errors
+    /// Why the server declined.
     pub fn move_to(&self, partition: usize, from: usize, to: usize) -> Result<(), String> {
         let to = self.servers[to].number();
         match self.ask(from, &Ask::Move { partition, to }) {
@@ -157,7 +160,7 @@ impl Cluster {
         }
     }
 
-    /// The server that has each partition; `None` if none or several have it.
+    /// The owner of each partition; `None` if no server or several have it.
     pub fn owners(&self) -> Vec<Option<usize>> {
         let mut owners = vec![Vec::new(); PARTITIONS];
         for server in 0..self.servers.len() {
@@ -177,7 +180,7 @@ impl Cluster {
     }
 }
 
-/// Asks the server at an address.
+/// Sends a request to the server at an address.
 pub fn ask_server(address: SocketAddr, ask: &Ask) -> Answer {
     let access = Access { cache: "test".to_owned(), key: ClusterKey([7; 32]), encrypt: false };
     ask_at(address, &access, ask).unwrap()

@@ -16,7 +16,7 @@ use crate::owners::{ask, try_ask};
 
 pub const KEYS: usize = 500;
 
-/// A keeper in a thread.
+/// A keeper that runs in a thread.
 struct Keeper {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -49,7 +49,7 @@ impl Drop for Keeper {
     }
 }
 
-/// A cluster of one server, and its keeper.
+/// Starts a cluster of one server, and its keeper.
 fn start() -> (Cluster, Keeper) {
     let mut cluster = Cluster::start(Kind::default(), 0);
     let socket = cluster.folder().join("keeper");
@@ -58,7 +58,7 @@ fn start() -> (Cluster, Keeper) {
     (add(cluster), keeper)
 }
 
-/// Starts another server, and waits until it has all partitions.
+/// Starts another server, and waits until all partitions have an owner.
 fn add(mut cluster: Cluster) -> Cluster {
     cluster.add(Kind::default());
     cluster
@@ -78,12 +78,12 @@ pub fn set_all(stream: &mut BufReader<TcpStream>) {
     }
 }
 
-/// The value, flags, cas number and seconds left of all keys.
+/// Reads the value, flags, cas number and remaining seconds of all keys.
 pub fn read_all(stream: &mut BufReader<TcpStream>) -> Vec<String> {
     try_read_all(stream).unwrap()
 }
 
-/// The value, flags, cas number and seconds left of all keys.
+/// Reads the value, flags, cas number and remaining seconds of all keys.
 ///
 /// # Errors
 /// If the server has closed the connection.
@@ -115,7 +115,7 @@ fn a_server_that_is_restarted_has_its_items() {
     let left = ask(&mut stream, "mg brief t\r\n");
     let left_s: u32 = left.trim().strip_prefix("HD t").unwrap().parse().unwrap();
     assert!((3000..=3600).contains(&left_s), "{left_s}");
-    // No number of an item comes again, and cas compares with the numbers from before.
+    // No cas number is used again, and `cas` compares with the numbers from before the restart.
     let cas = cas_of(&before[7]);
     assert_eq!(ask(&mut stream, &format!("cas key7 0 0 1 {cas}\r\ny\r\n")), "STORED\r\n");
     assert_eq!(ask(&mut stream, &format!("cas key7 0 0 1 {cas}\r\nz\r\n")), "EXISTS\r\n");
@@ -123,7 +123,7 @@ fn a_server_that_is_restarted_has_its_items() {
     let after: BTreeSet<u64> = read_all(&mut stream).iter().map(|line| cas_of(line)).collect();
     let known = before.iter().filter(|line| line.starts_with("VA")).map(|line| cas_of(line));
     assert!(known.into_iter().all(|cas| !after.contains(&cas)), "a cas number comes again");
-    // It goes on so the next time, too.
+    // A second restart restores them, too.
     let before = read_all(&mut stream);
     end(&mut cluster);
     let cluster = add(cluster);
@@ -132,7 +132,7 @@ fn a_server_that_is_restarted_has_its_items() {
 }
 
 #[test]
-fn what_another_server_has_had_since_is_not_restored() {
+fn a_partition_that_another_server_has_had_since_is_not_restored() {
     let (mut cluster, _keeper) = start();
     set_all(&mut BufReader::new(cluster.connect(0)));
     end(&mut cluster);
@@ -165,7 +165,7 @@ fn flushed_items_stay_flushed() {
     let mut stream = BufReader::new(cluster.connect(0));
     let found = read_all(&mut stream).iter().filter(|line| line.starts_with("VA")).count();
     assert_eq!(found, 1);
-    // What is to be flushed later is not kept: it would never be flushed.
+    // Partitions with a flush in the future are not kept: they would never be flushed.
     assert_eq!(ask(&mut stream, "flush_all 3600\r\n"), "OK\r\n");
     end(&mut cluster);
     let cluster = add(cluster);
@@ -199,7 +199,7 @@ fn two_caches_on_one_keeper_have_their_own_items() {
 }
 
 #[test]
-fn two_servers_that_end_at_once_leave_what_has_room() {
+fn two_servers_that_stop_at_once_leave_their_items() {
     let (mut cluster, _keeper) = start();
     cluster.add(Kind::default());
     cluster.wait_until("the second server has partitions", |cluster| {

@@ -1,4 +1,4 @@
-//! Servers whose leases end although they run.
+//! Servers that run although their leases end.
 
 use std::collections::BTreeMap;
 use std::io::BufReader;
@@ -76,7 +76,7 @@ fn wait_for_all(cluster: &Cluster) {
         .wait_until("all partitions have a server", |cluster| cluster.owners().iter().all(Option::is_some));
 }
 
-/// As after a directory that was stopped for longer than the leases last.
+/// Ends all leases at once, as if the directory had been stopped for longer than they last.
 #[test]
 fn items_outlive_the_leases_of_all_servers() {
     for count in [1, 3] {
@@ -107,8 +107,8 @@ fn items_outlive_the_leases_of_all_servers() {
     }
 }
 
-/// The lines of [`read_all`]; `None` if the server has closed the connection, as it does with those
-/// that it was serving when its lease ended. Then the stream is connected again.
+/// Returns the lines of [`read_all`]; `None` if the server has closed the connection, as it does
+/// with those that it was serving when its lease ended. Then the stream is connected again.
 fn read_or_connect(
     cluster: &Cluster,
     server: usize,
@@ -166,7 +166,7 @@ fn a_server_without_the_directory_costs_its_keys_and_no_others() {
 }
 
 #[test]
-fn what_another_server_has_had_since_is_not_served() {
+fn a_partition_that_another_server_has_had_since_is_not_served() {
     let mut cluster = Cluster::start(Kind::default(), 1);
     let direct = Arc::clone(&cluster.directory);
     let cut = Arc::new(CutDirectory { inner: Arc::clone(&direct), is_cut: AtomicBool::new(false) });

@@ -1,4 +1,4 @@
-//! Partitions that move while they are used.
+//! Partitions that move while clients use them.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ fn move_in(cluster: &Cluster, servers: usize, moves: usize) {
             let Some(from) = cluster.owners()[partition] else { continue };
             let to = (from + 1 + moved % (servers - 1)) % servers;
             let before = requests.load(Ordering::Relaxed);
-            // The balancer may be moving it.
+            // The balancer may be moving the partition.
             if cluster.move_to(partition, from, to).is_ok() {
                 moved += 1;
             }
@@ -50,7 +50,8 @@ fn move_in(cluster: &Cluster, servers: usize, moves: usize) {
     assert!(received >= moves as u64, "{received}");
 }
 
-/// The same, while messages between servers and answers of the directory are lost.
+/// Moves partitions under load while messages between servers and answers of the directory are
+/// lost.
 fn move_with_losses(seed: u64, moves: usize) {
     let faults = Arc::new(Faults::new(seed));
     let cluster = Cluster::start_with(Kind::default(), 3, Some(Arc::clone(&faults)));
@@ -64,13 +65,13 @@ fn move_with_losses(seed: u64, moves: usize) {
 }
 
 #[test]
-fn nothing_is_lost_with_messages_between_servers() {
+fn items_survive_moves_while_messages_are_lost() {
     move_with_losses(1, 25);
 }
 
 mod long {
     #[test]
-    fn nothing_is_lost_with_many_messages_between_servers() {
+    fn items_survive_many_moves_while_messages_are_lost() {
         (2..30).for_each(|seed| super::move_with_losses(seed, 60));
     }
 }
@@ -115,10 +116,10 @@ fn partitions_move_in_both_directions_at_once() {
 }
 
 #[test]
-fn a_partition_stays_if_the_other_server_has_no_memory() {
+fn a_partition_stays_if_the_target_has_no_memory() {
     let kind = Kind { evicts: false, ..Kind::default() };
     let mut cluster = Cluster::start(kind, 1);
-    // Each partition has more than the other server.
+    // Each partition is larger than the limit of the other server.
     let mut stream = cluster.connect(0);
     for key in 0..30_000 {
         let request = format!("set fill{key} 0 0 1000 noreply\r\n{key:01000}\r\n");

@@ -1,4 +1,4 @@
-//! Servers that join, drain and end.
+//! Servers that join, drain and stop.
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Write};
 use std::net::TcpStream;
@@ -14,7 +14,7 @@ pub fn ask(stream: &mut BufReader<TcpStream>, request: &str) -> String {
     try_ask(stream, request).unwrap()
 }
 
-/// The first line of the reply.
+/// Sends a request, and returns the first line of the reply.
 ///
 /// # Errors
 /// If the server has closed the connection.
@@ -28,7 +28,7 @@ pub fn try_ask(stream: &mut BufReader<TcpStream>, request: &str) -> io::Result<S
 }
 
 #[test]
-fn a_server_that_joins_gets_partitions_and_one_that_drains_gives_all() {
+fn a_server_that_joins_gets_partitions_and_one_that_drains_loses_all() {
     let mut cluster = Cluster::start(Kind::default(), 1);
     let (stops, requests) = (AtomicBool::new(false), AtomicU64::new(0));
     let stream = cluster.connect(0);
@@ -49,7 +49,7 @@ fn a_server_that_joins_gets_partitions_and_one_that_drains_gives_all() {
 }
 
 #[test]
-fn the_partitions_of_a_server_that_ends_begin_anew() {
+fn the_partitions_of_a_server_that_stops_begin_empty() {
     let mut cluster = Cluster::start(Kind::default(), 3);
     cluster.wait_until("the third server has partitions", |cluster| !cluster.status(2).partitions.is_empty());
     let mut stream = BufReader::new(cluster.connect(0));
@@ -87,7 +87,7 @@ fn the_partitions_of_a_server_that_ends_begin_anew() {
 }
 
 #[test]
-fn servers_with_other_options_are_refused() {
+fn the_first_server_writes_the_settings() {
     let cluster = Cluster::start(Kind::default(), 1);
     let settings = cluster.directory.get("caches/test/settings").unwrap().unwrap();
     let settings = String::from_utf8(settings.value).unwrap();

@@ -1,4 +1,5 @@
-//! The settings of a cache: which servers may join, and what an earlier version has left.
+//! The settings of a cache: which servers may join, and the replacement of settings of an earlier
+//! version.
 
 use std::sync::Arc;
 
@@ -47,7 +48,7 @@ fn all_servers_have_the_secret_of_the_first() {
 }
 
 #[test]
-fn a_cache_of_an_earlier_version_begins_anew_when_its_servers_have_stopped() {
+fn settings_of_an_earlier_version_are_replaced_when_its_servers_have_stopped() {
     const SERVER: &str = r#"{"server":1,"epoch":10,"address":"10.0.0.1:1","memory_address":"10.0.0.1:2",
         "machine":"m","memory_socket":"/s","clients":[],"memory_bytes":64,"drains":false}"#;
     let cache = Cache::new();

@@ -1,4 +1,4 @@
-//! Clients that know what they have stored.
+//! Clients that check replies against the versions that they have stored.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,13 @@ use crate::world::{PARTITIONS, Random, World};
 const CLIENTS: usize = 4;
 const KEYS: usize = 8;
 
-/// What a client knows of one of its keys.
+/// The versions of a key that a client may read.
 #[derive(Clone, Debug, Default)]
 struct Known {
-    /// The version that was stored last for sure, and how often its partition had been lost when
-    /// the request began.
+    /// The last version that was certainly stored, and the losses of its partition when the request
+    /// began.
     stored: Option<(u64, u64)>,
-    /// Later versions that were perhaps stored.
+    /// Later versions that may have been stored.
     perhaps: Vec<u64>,
 }
 
@@ -31,7 +31,7 @@ struct Client {
 pub struct Clients {
     clients: Vec<Client>,
     last_version: u64,
-    /// No request begins any more.
+    /// Whether no request begins any more.
     pub is_ending: bool,
 }
 
@@ -45,7 +45,7 @@ impl Clients {
         self.clients.iter().all(|client| client.asked.is_none())
     }
 
-    /// Notes that a server has ended: what its clients have asked is perhaps done.
+    /// Ends the requests of a server's clients: their outcome is unknown.
     pub fn disconnect(&mut self, life: Life) {
         for client in &mut self.clients {
             if let Some((request, _)) = client.asked.take_if(|(_, server)| *server == life) {
@@ -62,7 +62,7 @@ impl Clients {
         Some(request)
     }
 
-    /// Notes that it will never be known whether a request was done.
+    /// Ends a request whose outcome is unknown.
     pub fn unknown(&mut self, request: Request) {
         let client = &mut self.clients[request.client];
         if client.asked.take_if(|(asked, _)| asked.number == request.number).is_some() {
@@ -80,7 +80,7 @@ impl Client {
 }
 
 impl World {
-    /// A client asks a server, if one has nothing to wait for.
+    /// Sends a request of a random client to a server, unless the client waits for a reply.
     pub fn ask_something(&mut self, at: usize) {
         let client = self.random.below(CLIENTS);
         if self.clients.is_ending || self.clients.clients[client].asked.is_some() {
@@ -105,7 +105,7 @@ impl World {
         self.serve(at, request, None);
     }
 
-    /// A client gets the reply to a request.
+    /// Delivers the reply to a client, and checks it.
     pub fn done(&mut self, request: Request, found: Option<u64>) {
         let client = &mut self.clients.clients[request.client];
         if client.asked.take_if(|(asked, _)| asked.number == request.number).is_none() {
@@ -122,7 +122,7 @@ impl World {
             (Operation::Get, Some(version)) => {
                 let is_stored = known.stored.is_some_and(|(stored, _)| stored == version);
                 let is_known = is_stored || known.perhaps.contains(&version);
-                // Versions that were perhaps stored later, were not.
+                // Later versions were not stored.
                 known.perhaps.clear();
                 let since = known.stored.filter(|_| is_stored).map_or(request.losses, |(_, since)| since);
                 known.stored = Some((version, since));

@@ -1,4 +1,4 @@
-//! Hand-overs: the steps of `giving` and `receiving`.
+//! Hand-overs: the steps of `handover_source` and `handover_target`.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,20 +11,20 @@ use crate::world::{Mutant, Packet, World};
 
 /// A hand-over from a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Giving {
+pub struct OutgoingHandover {
     pub handover: Handover,
-    rests: bool,
-    gives_up: bool,
+    is_paused: bool,
+    is_aborted: bool,
 }
 
-/// A hand-over to a server, and what it has copied.
+/// A hand-over to a server, and the copied items.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Receiving {
+pub struct IncomingHandover {
     handover: Handover,
     items: BTreeMap<usize, u64>,
 }
 
-/// What servers ask each other.
+/// A request between servers.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ask {
     Prepare(Handover),
@@ -48,8 +48,8 @@ pub enum Answer {
 }
 
 impl Server {
-    fn giving_of(&mut self, handover: Handover) -> Option<&mut Giving> {
-        self.givings[handover.partition].as_mut().filter(|giving| giving.handover == handover)
+    fn outgoing_of(&mut self, handover: Handover) -> Option<&mut OutgoingHandover> {
+        self.outgoing[handover.partition].as_mut().filter(|outgoing| outgoing.handover == handover)
     }
 
     fn step(&mut self, partition: usize, input: &Input) -> Vec<Output> {
@@ -68,13 +68,13 @@ impl World {
         self.packets.push(Packet::Ask { from, to, number, ask });
     }
 
-    /// A server begins to give a partition to another one, if it is here and at rest.
-    pub fn begin_giving(&mut self, at: usize, partition: usize, to: u16) {
+    /// Begins to hand a partition over to server `to`, if server `at` owns it and does not move it.
+    pub fn begin_handover(&mut self, at: usize, partition: usize, to: u16) {
         let forgets_attempts = self.is(Mutant::ForgetAttempts);
         let server = &mut self.servers[at];
         let target = server.known.get(&to).map(aquifer_cache_cluster::records::ServerRecord::life);
         let Some(to) = target.filter(|to| *to != server.life) else { return };
-        let is_moving = server.givings[partition].is_some() || server.receivings[partition].is_some();
+        let is_moving = server.outgoing[partition].is_some() || server.incoming[partition].is_some();
         let Holding::Owned { generation, stage: Stage::Settled } = server.holders[partition].holding() else {
             return;
         };
@@ -85,24 +85,24 @@ impl World {
         self.attempts += 1;
         let attempt = if forgets_attempts { 0 } else { self.attempts };
         let handover = Handover { partition, generation: generation + 1, attempt, from: server.life, to };
-        server.givings[partition] = Some(Giving { handover, rests: false, gives_up: false });
+        server.outgoing[partition] = Some(OutgoingHandover { handover, is_paused: false, is_aborted: false });
         self.ask(at, to, Ask::Prepare(handover));
     }
 
-    /// What a server answers.
+    /// Carries out a request at server `at`, and returns the answer.
     pub fn answer(&mut self, at: usize, ask: Ask) -> Answer {
         match ask {
-            Ask::Prepare(handover) => self.begin_receiving(at, handover),
-            Ask::Rest(handover) => self.rest(at, handover),
-            Ask::Give(handover) => self.give_now(at, handover),
+            Ask::Prepare(handover) => self.accept_handover(at, handover),
+            Ask::Rest(handover) => self.pause(at, handover),
+            Ask::Give(handover) => self.transfer(at, handover),
             Ask::Received(handover) => {
                 let message = Message::Received(handover.generation);
                 self.run(at, handover.partition, Input::Message(handover.to, message));
                 Answer::Done
             }
             Ask::GiveUp(handover) => {
-                let Some(giving) = self.servers[at].giving_of(handover) else { return Answer::Done };
-                giving.gives_up = true;
+                let Some(outgoing) = self.servers[at].outgoing_of(handover) else { return Answer::Done };
+                outgoing.is_aborted = true;
                 let message = Message::NotReceived(handover.generation);
                 self.run(at, handover.partition, Input::Message(handover.to, message));
                 self.run(at, handover.partition, Input::Abort);
@@ -119,10 +119,10 @@ impl World {
         }
     }
 
-    fn begin_receiving(&mut self, at: usize, handover: Handover) -> Answer {
+    fn accept_handover(&mut self, at: usize, handover: Handover) -> Answer {
         let server = &mut self.servers[at];
         let partition = handover.partition;
-        let is_moving = server.givings[partition].is_some() || server.receivings[partition].is_some();
+        let is_moving = server.outgoing[partition].is_some() || server.incoming[partition].is_some();
         if is_moving || server.drains || !server.knows(handover.from) {
             return Answer::Declined;
         }
@@ -131,34 +131,34 @@ impl World {
         if outputs != [Output::Send(handover.from, Message::Accept(handover.generation))] {
             return Answer::Declined;
         }
-        server.receivings[partition] = Some(Receiving { handover, items: BTreeMap::new() });
+        server.incoming[partition] = Some(IncomingHandover { handover, items: BTreeMap::new() });
         self.ask(at, handover.from, Ask::Rest(handover));
         Answer::Done
     }
 
-    fn rest(&mut self, at: usize, handover: Handover) -> Answer {
+    fn pause(&mut self, at: usize, handover: Handover) -> Answer {
         let server = &mut self.servers[at];
         let holding = server.holders[handover.partition].holding();
-        let Some(giving) = server.giving_of(handover) else { return Answer::Declined };
+        let Some(outgoing) = server.outgoing_of(handover) else { return Answer::Declined };
         match holding {
             Holding::Owned { stage: Stage::Ready(to), .. } if to == handover.to => {}
             Holding::Owned { stage: Stage::Preparing(_) | Stage::Intending(_), .. } => return Answer::NotYet,
             _ => return Answer::Declined,
         }
-        if giving.rests || giving.gives_up {
+        if outgoing.is_paused || outgoing.is_aborted {
             return Answer::Declined;
         }
-        giving.rests = true;
+        outgoing.is_paused = true;
         server.presences[handover.partition].set(Presence::Leaving);
         Answer::Rests(server.items[handover.partition].clone())
     }
 
-    fn give_now(&mut self, at: usize, handover: Handover) -> Answer {
+    fn transfer(&mut self, at: usize, handover: Handover) -> Answer {
         let ignores_fence = self.is(Mutant::IgnoreFence);
         let server = &mut self.servers[at];
         let is_fenced = server.is_fenced && !ignores_fence;
-        let Some(giving) = server.giving_of(handover) else { return Answer::Declined };
-        if !giving.rests || giving.gives_up || is_fenced {
+        let Some(outgoing) = server.outgoing_of(handover) else { return Answer::Declined };
+        if !outgoing.is_paused || outgoing.is_aborted || is_fenced {
             return Answer::Declined;
         }
         let given = Output::Send(handover.to, Message::Transfer(handover.generation));
@@ -169,7 +169,7 @@ impl World {
         }
     }
 
-    /// A server gets an answer, or none.
+    /// Delivers an answer to a server; `None` if the request or the answer was lost.
     pub fn answered(&mut self, at: usize, number: u64, answer: Option<Answer>) {
         let Some(ask) = self.servers[at].asks.remove(&number) else { return };
         match (ask, answer) {
@@ -178,28 +178,28 @@ impl World {
                 self.run(at, handover.partition, Input::Message(handover.to, message));
             }
             (Ask::Prepare(handover), _) => {
-                let giving = &mut self.servers[at].givings[handover.partition];
-                if giving.take_if(|giving| giving.handover == handover).is_some() {
+                let outgoing = &mut self.servers[at].outgoing[handover.partition];
+                if outgoing.take_if(|outgoing| outgoing.handover == handover).is_some() {
                     self.run(at, handover.partition, Input::Abort);
                 }
             }
             (Ask::Rest(handover), Some(Answer::Rests(items))) => {
-                let receiving = &mut self.servers[at].receivings[handover.partition];
-                if receiving.as_ref().is_some_and(|receiving| receiving.handover == handover) {
-                    *receiving = Some(Receiving { handover, items });
+                let incoming = &mut self.servers[at].incoming[handover.partition];
+                if incoming.as_ref().is_some_and(|incoming| incoming.handover == handover) {
+                    *incoming = Some(IncomingHandover { handover, items });
                     self.ask(at, handover.from, Ask::Give(handover));
                 }
             }
             (Ask::Rest(handover), Some(Answer::NotYet)) => {
                 self.ask(at, handover.from, Ask::Rest(handover));
             }
-            (Ask::Give(handover), Some(Answer::Given)) => self.own(at, handover),
-            (Ask::Rest(handover), _) => self.give_up(at, handover),
+            (Ask::Give(handover), Some(Answer::Given)) => self.begin_serving(at, handover),
+            (Ask::Rest(handover), _) => self.abandon(at, handover),
             (Ask::Give(handover), _) => {
-                // It may have been given, and the answer was lost.
+                // The partition may be the target's: the answer may have been lost.
                 let message = Message::Query(handover.generation);
                 self.servers[at].step(handover.partition, &Input::Message(handover.from, message));
-                self.give_up(at, handover);
+                self.abandon(at, handover);
             }
             (Ask::Query(handover), Some(answer)) => {
                 let generation = handover.generation;
@@ -214,24 +214,24 @@ impl World {
         }
     }
 
-    /// A target gives up what it has copied, and tells the source.
-    fn give_up(&mut self, at: usize, handover: Handover) {
-        let receiving = &mut self.servers[at].receivings[handover.partition];
-        receiving.take_if(|receiving| receiving.handover == handover);
+    /// Discards what a target has copied, and notifies the source.
+    fn abandon(&mut self, at: usize, handover: Handover) {
+        let incoming = &mut self.servers[at].incoming[handover.partition];
+        incoming.take_if(|incoming| incoming.handover == handover);
         self.ask(at, handover.from, Ask::GiveUp(handover));
     }
 
-    /// A target serves a partition that it was given.
-    fn own(&mut self, at: usize, handover: Handover) {
+    /// Serves a partition at a target to which it was transferred.
+    fn begin_serving(&mut self, at: usize, handover: Handover) {
         let partition = handover.partition;
         let server = &mut self.servers[at];
         let message = Message::Transfer(handover.generation);
         let outputs = server.step(partition, &Input::Message(handover.from, message));
-        let Some(receiving) = server.receivings[partition].take() else { return };
+        let Some(incoming) = server.incoming[partition].take() else { return };
         if !server.holders[partition].has_access() {
             return;
         }
-        server.items[partition] = receiving.items;
+        server.items[partition] = incoming.items;
         server.presences[partition].set(Presence::Here);
         self.changes[partition] += 1;
         self.ask(at, handover.from, Ask::Received(handover));
@@ -242,40 +242,43 @@ impl World {
         }
     }
 
-    /// A server looks after a partition that is given, or whose owner is not known.
-    pub fn look_after(&mut self, at: usize, partition: usize) {
-        let is_late = !self.is_calm && self.random.one_in(4) || self.random.one_in(40);
-        let is_silent = self.random.one_in(100);
-        let (takes_given, server) = (self.mutant == Some(Mutant::TakeBackGiven), &mut self.servers[at]);
-        let is_unsettled = match server.holders[partition].holding() {
+    /// Checks a hand-over of a server for a timeout or a failed target, and resolves one with an
+    /// unknown outcome.
+    pub fn check_handover(&mut self, at: usize, partition: usize) {
+        let is_pause_over = !self.is_calm && self.random.one_in(4) || self.random.one_in(40);
+        let has_timed_out = self.random.one_in(100);
+        let (retracts_transferred, server) =
+            (self.mutant == Some(Mutant::RetractTransferred), &mut self.servers[at]);
+        let is_unresolved = match server.holders[partition].holding() {
             Holding::Absent | Holding::Prepared { .. } => false,
             Holding::Sent { .. } => true,
             Holding::Owned { stage, .. } => {
                 matches!(stage, Stage::Unconfirmed | Stage::Unknown | Stage::Retracting)
             }
         };
-        if let Some(giving) = server.givings[partition] {
-            let is_alone = !server.knows(giving.handover.to);
-            if giving.rests && is_late || is_silent || is_alone || giving.gives_up {
-                server.givings[partition] = Some(Giving { gives_up: true, ..giving });
-                if takes_given && giving.rests {
+        if let Some(outgoing) = server.outgoing[partition] {
+            let is_target_gone = !server.knows(outgoing.handover.to);
+            let has_failed = outgoing.is_paused && is_pause_over || has_timed_out || is_target_gone;
+            if has_failed || outgoing.is_aborted {
+                server.outgoing[partition] = Some(OutgoingHandover { is_aborted: true, ..outgoing });
+                if retracts_transferred && outgoing.is_paused {
                     server.presences[partition].set(Presence::Here);
                 }
                 self.run(at, partition, Input::Abort);
             }
         }
-        if is_unsettled && !self.servers[at].is_fenced {
+        if is_unresolved && !self.servers[at].is_fenced {
             self.run(at, partition, Input::Tick);
         }
     }
 
-    /// Handles an input, and all that follows from it.
+    /// Applies an input, carries its outputs out, and applies the inputs that these return.
     fn run(&mut self, at: usize, partition: usize, input: Input) {
         let mut inputs = VecDeque::from([input]);
         let mut has_observed = false;
         while let Some(input) = inputs.pop_front() {
             let mut outputs = self.servers[at].step(partition, &input);
-            self.settle_giving(at, partition);
+            self.resolve_handover(at, partition);
             outputs
                 .retain(|output| *output != Output::Observe || !std::mem::replace(&mut has_observed, true));
             for output in outputs {
@@ -310,10 +313,10 @@ impl World {
         }
     }
 
-    /// Ends a hand-over from a server whose outcome is known by now.
-    fn settle_giving(&mut self, at: usize, partition: usize) {
+    /// Ends a hand-over from a server if its outcome is known by now.
+    fn resolve_handover(&mut self, at: usize, partition: usize) {
         let server = &mut self.servers[at];
-        let Some(Giving { handover, rests, .. }) = server.givings[partition] else { return };
+        let Some(OutgoingHandover { handover, is_paused, .. }) = server.outgoing[partition] else { return };
         match server.holders[partition].holding() {
             Holding::Absent => {
                 let place = Place { server: handover.to.host, generation: handover.generation };
@@ -324,13 +327,13 @@ impl World {
             Holding::Owned { generation, stage }
                 if generation >= handover.generation || stage == Stage::Settled =>
             {
-                if rests {
+                if is_paused {
                     server.presences[partition].set(Presence::Here);
                 }
-                self.totals.taken_back += 1;
+                self.totals.retracted += 1;
             }
             _ => return,
         }
-        self.servers[at].givings[partition] = None;
+        self.servers[at].outgoing[partition] = None;
     }
 }

@@ -1,4 +1,4 @@
-//! A server: what it knows, what it has, and how it serves requests.
+//! A simulated server: its state, its claims, and how it serves requests.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use aquifer_directory::sim::{CallFault, DirectoryWorld, SimDirectory};
 use aquifer_directory::{Directory, Lease};
 use aquifer_ownership::{Holder, Holding, Life, SegmentRecord, Stage};
 
-use crate::handover::{Ask, Giving, Receiving};
+use crate::handover::{Ask, IncomingHandover, OutgoingHandover};
 use crate::world::{Mutant, PARTITIONS, Packet, Reply, World};
 
-/// Longer than a seed lasts: leases end when the world says so.
+/// Lifetime of leases, longer than a seed: leases end when the world ends them.
 const TTL: Duration = Duration::from_hours(1);
 
 pub fn fault(has_effect: bool) -> CallFault {
@@ -29,7 +29,7 @@ pub struct KeptPartition {
     pub items: BTreeMap<usize, u64>,
 }
 
-/// What a client asks.
+/// The operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation {
     Get,
@@ -44,13 +44,13 @@ pub struct Request {
     pub number: u64,
     pub key: usize,
     pub operation: Operation,
-    /// How often it was forwarded.
+    /// Number of times that the request was forwarded.
     pub forwards: u32,
-    /// Whether nothing failed any more when it began.
+    /// Whether faults had stopped when the request began.
     pub is_calm: bool,
-    /// How often the partition had changed its server when the request began.
+    /// Number of changes of the partition's owner when the request began.
     pub changes: u64,
-    /// How often the partition had been lost when the request began.
+    /// Number of losses of the partition's items when the request began.
     pub losses: u64,
 }
 
@@ -68,17 +68,18 @@ pub struct Server {
     pub holders: Vec<Holder>,
     pub presences: Vec<PresenceCell>,
     pub items: Vec<BTreeMap<usize, u64>>,
-    pub givings: Vec<Option<Giving>>,
-    pub receivings: Vec<Option<Receiving>>,
-    /// What was asked and not yet answered.
+    pub outgoing: Vec<Option<OutgoingHandover>>,
+    pub incoming: Vec<Option<IncomingHandover>>,
+    /// Requests to other servers without an answer yet, by number.
     pub asks: BTreeMap<u64, Ask>,
     pub last_ask: u64,
-    /// The servers and the records of partitions, as seen last.
+    /// Servers, as last read from the directory.
     pub known: BTreeMap<u16, ServerRecord>,
+    /// Records of partitions, as last read from the directory.
     records: Vec<Option<SegmentRecord>>,
     /// Requests that wait, with the server that has forwarded them.
     pub waiting: Vec<(Request, Option<Life>)>,
-    /// Its lease may end at any time, or has ended: it serves no partition of its own.
+    /// Whether the server's lease may have ended: it serves no partition of its own.
     pub is_fenced: bool,
     pub drains: bool,
 }
@@ -115,8 +116,8 @@ impl Server {
             holders: vec![Holder::absent(life); PARTITIONS],
             presences: (0..PARTITIONS).map(presence).collect(),
             items: vec![BTreeMap::new(); PARTITIONS],
-            givings: vec![None; PARTITIONS],
-            receivings: vec![None; PARTITIONS],
+            outgoing: vec![None; PARTITIONS],
+            incoming: vec![None; PARTITIONS],
             asks: BTreeMap::new(),
             last_ask: 0,
             known: BTreeMap::from([(life.host, record)]),
@@ -127,12 +128,12 @@ impl Server {
         })
     }
 
-    /// Whether it serves requests for a partition.
+    /// Whether the server serves requests for a partition.
     pub fn serves(&self, partition: usize, ignores_fence: bool) -> bool {
         self.presences[partition].is_here() && (!self.is_fenced || ignores_fence)
     }
 
-    /// Whether a server lives, as far as this one knows.
+    /// Whether another server lives, as far as this one knows.
     pub fn knows(&self, life: Life) -> bool {
         self.known.get(&life.host).is_some_and(|record| record.epoch == life.epoch)
     }
@@ -140,29 +141,30 @@ impl Server {
     pub fn set_drains(&mut self, drains: bool) {
         self.drains = drains;
         if let Some(record) = self.known.get(&self.life.host) {
-            // Without an answer the others do not know it.
+            // If this fails, the other servers do not know that this one drains.
             let _ = self.registry.update_server(&ServerRecord { drains, ..record.clone() });
         }
     }
 
-    /// What the keeper is to hold: the partitions that the server owns and does not hand over.
+    /// Returns the partitions that the keeper holds after the server's end: those that the server
+    /// owns and does not hand over.
     pub fn kept(&self) -> impl Iterator<Item = (usize, KeptPartition)> {
-        let settled = |partition: usize| match self.holders[partition].holding() {
-            Holding::Owned { generation, stage: Stage::Settled } if self.givings[partition].is_none() => {
+        let owned = |partition: usize| match self.holders[partition].holding() {
+            Holding::Owned { generation, stage: Stage::Settled } if self.outgoing[partition].is_none() => {
                 let record = SegmentRecord::new(self.life, generation);
                 Some((partition, KeptPartition { record, items: self.items[partition].clone() }))
             }
             _ => None,
         };
-        (0..PARTITIONS).filter_map(settled)
+        (0..PARTITIONS).filter_map(owned)
     }
 
     pub fn end_lease(&self, world: &DirectoryWorld) {
-        // Fails if it has ended.
+        // Fails if the lease has ended.
         let _ = world.expire(self.lease.id);
     }
 
-    /// Reads what the directory has.
+    /// Reads all records from the directory.
     fn list(&mut self) -> Option<()> {
         let (entries, _) = self.registry.list().ok()?;
         self.known.clear();
@@ -192,16 +194,16 @@ impl Server {
         }
     }
 
-    /// The partitions that this server is to claim.
+    /// Returns the partitions that this server claims now.
     fn claims(&self, is_late: bool) -> Vec<Claim> {
         let claim = |partition: &usize| {
             let record = self.records[*partition].as_ref();
             let servers = self.known.values().map(|server| (server.server, server.drains));
             let claimants = placement::claimants(servers);
             self.is_absent(*partition)
-                && self.receivings[*partition].is_none()
+                && self.incoming[*partition].is_none()
                 && placement::may_claim(record, self.life, |life| self.knows(life))
-                && placement::is_to_claim((*partition, record), self.life, is_late, &claimants)
+                && placement::should_claim((*partition, record), self.life, is_late, &claimants)
         };
         let claimed = (0..PARTITIONS).filter(claim);
         claimed.map(|partition| Claim { partition, record: self.records[partition].clone() }).collect()
@@ -209,7 +211,7 @@ impl Server {
 }
 
 impl World {
-    /// A server reads the directory, and claims what no server has.
+    /// Reads the directory at a server, which claims partitions that no server owns.
     pub fn refresh(&mut self, at: usize) {
         let is_late = self.random.one_in(3);
         let ignores_records = self.is(Mutant::IgnoreRecords);
@@ -236,7 +238,8 @@ impl World {
         }
     }
 
-    /// A server that starts serves what the keeper holds, if no server has had it since.
+    /// Resumes the partitions that the keeper holds at a server that starts, if no server has had
+    /// them since.
     pub fn resume(&mut self, at: usize) {
         let adopts_anything = self.is(Mutant::AdoptAnything);
         for (partition, kept) in std::mem::take(&mut self.kept) {
@@ -282,7 +285,7 @@ impl World {
                 self.reply(request, from, Reply::Served(found));
             }
             Presence::Elsewhere(place) if from.is_some() => self.reply(request, from, Reply::Moved(place)),
-            // It has claimed the partition, and does not know that yet.
+            // The server has claimed the partition, and has not applied that yet.
             Presence::Elsewhere(place) if place.server == server.life.host => {
                 server.waiting.push((request, from));
             }
@@ -299,7 +302,7 @@ impl World {
         }
     }
 
-    /// A server gets the reply to a request that it has forwarded.
+    /// Delivers the reply to a forwarded request.
     pub fn replied(&mut self, at: usize, request: Request, reply: Reply) {
         match reply {
             Reply::Served(found) => self.done(request, found),
@@ -315,14 +318,14 @@ impl World {
                 self.serve(at, request, None);
             }
             Reply::NotSent => self.servers[at].waiting.push((request, None)),
-            // What only reads is done again.
+            // Reads are retried.
             Reply::Lost if request.operation == Operation::Get => self.serve(at, request, None),
             Reply::Lost => self.clients.unknown(request),
         }
     }
 
-    /// A server looks again at where the partitions are for which requests wait.
-    pub fn look_again(&mut self, at: usize) {
+    /// Retries the requests of a server that wait for a partition.
+    pub fn retry_waiting(&mut self, at: usize) {
         for (request, from) in std::mem::take(&mut self.servers[at].waiting) {
             self.serve(at, request, from);
         }

@@ -12,34 +12,34 @@ use crate::server::{KeptPartition, Request, Server};
 
 /// Partitions of the cache.
 pub const PARTITIONS: usize = 4;
-/// Most servers at a time.
+/// Largest number of servers at a time.
 const SERVERS_MAX: usize = 4;
 /// Load of each partition, in the order of their numbers: the first one is hot.
 const RATES: [f64; PARTITIONS] = [900.0, 300.0, 250.0, 200.0];
-/// Steps within which everything must come to rest when nothing fails.
-const REST_STEPS: usize = 60_000;
-/// Most forwards of a request while nothing moves: usually two, but each server may know of an
-/// older place.
+/// Steps without faults within which all requests and hand-overs must end.
+const IDLE_STEPS: usize = 60_000;
+/// Largest number of forwards of a request while no partition moves: usually two, but each server
+/// may know an older place.
 const FORWARDS_MAX: u32 = 8;
 
 /// A rule that is broken on purpose.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mutant {
-    /// A source goes on serving while the target copies the rest.
+    /// A source continues to serve while the target copies the remaining bytes.
     ServeLeaving,
     /// A server serves although its lease may have ended.
     IgnoreFence,
-    /// Places are learnt from other servers only.
+    /// Servers learn places from replies only, and not from the directory.
     IgnoreRecords,
-    /// Attempts to hand a partition over that have the same number are taken for one.
+    /// Attempts to hand a partition over with the same generation are not distinguished.
     ForgetAttempts,
-    /// A server that starts serves what the keeper holds, also if another one has had it since.
+    /// A server that starts resumes partitions of the keeper that another server has had since.
     AdoptAnything,
     /// Older places replace newer ones.
     LearnAnything,
-    /// A source that takes a hand-over back does not ask whether the target has it.
-    TakeBackGiven,
-    /// What was forwarded is done after its client was told that it has failed.
+    /// A source that aborts a hand-over serves again without checking whether the target owns it.
+    RetractTransferred,
+    /// A forwarded request is carried out after its client has received a failure.
     ServeLate,
 }
 
@@ -51,18 +51,18 @@ impl Mutant {
         Self::AdoptAnything,
         Self::ForgetAttempts,
         Self::LearnAnything,
-        Self::TakeBackGiven,
+        Self::RetractTransferred,
         Self::ServeLate,
     ];
 }
 
-/// What has happened in a seed.
+/// Counts of events in a seed.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Totals {
     pub hits: u64,
     pub forwards: u64,
     pub moves: u64,
-    pub taken_back: u64,
+    pub retracted: u64,
     pub claims: u64,
     pub moved_replies: u64,
     pub resumed: u64,
@@ -74,7 +74,7 @@ impl Totals {
         self.hits += other.hits;
         self.forwards += other.forwards;
         self.moves += other.moves;
-        self.taken_back += other.taken_back;
+        self.retracted += other.retracted;
         self.claims += other.claims;
         self.moved_replies += other.moved_replies;
         self.resumed += other.resumed;
@@ -82,7 +82,7 @@ impl Totals {
     }
 }
 
-/// A message between servers. It is lost as a whole, and its sender notices.
+/// A message between servers. If it is lost, its sender notices.
 #[derive(Clone, Debug)]
 pub enum Packet {
     Ask { from: Life, to: Life, number: u64, ask: Ask },
@@ -91,12 +91,12 @@ pub enum Packet {
     Reply { to: Life, request: Request, reply: Reply },
 }
 
-/// What comes of a forwarded request.
+/// The outcome of a forwarded request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reply {
-    /// It was served; a get has found this version, or nothing.
+    /// The request was served; a get has found this version, or nothing.
     Served(Option<u64>),
-    /// The partition is elsewhere.
+    /// The partition is on another server.
     Moved(aquifer_cache::store::presence::Place),
     /// The other server has ended before the request was sent.
     NotSent,
@@ -129,14 +129,14 @@ pub struct World {
     pub clients: Clients,
     pub totals: Totals,
     pub mutant: Option<Mutant>,
-    /// How often the items of each partition were lost.
+    /// Losses of each partition's items.
     pub losses: [u64; PARTITIONS],
-    /// How often each partition has changed its server, or may have.
+    /// Changes of each partition's owner.
     pub changes: [u64; PARTITIONS],
     pub wrong: Option<String>,
-    /// What the keeper holds.
+    /// Partitions that the keeper holds.
     pub kept: BTreeMap<usize, KeptPartition>,
-    /// Whether nothing fails any more.
+    /// Whether faults have stopped.
     pub is_calm: bool,
     started: u64,
     /// Hand-overs that have begun.
@@ -169,7 +169,7 @@ impl World {
         self.totals
     }
 
-    /// What was wrong first.
+    /// The first violation.
     pub fn wrong(&self) -> Option<String> {
         self.wrong.clone()
     }
@@ -190,7 +190,7 @@ impl World {
         }
     }
 
-    /// The place of a server that runs.
+    /// The index of a running server.
     pub fn place_of(&self, life: Life) -> Option<usize> {
         self.servers.iter().position(|server| server.life == life)
     }
@@ -203,10 +203,10 @@ impl World {
             0..=44 => self.deliver(),
             45..=56 => self.refresh(at),
             57..=74 => self.ask_something(at),
-            75..=80 => self.look_again(at),
+            75..=80 => self.retry_waiting(at),
             81..=87 => {
                 let partition = self.random.below(PARTITIONS);
-                self.look_after(at, partition);
+                self.check_handover(at, partition);
             }
             88..=91 => self.balance(),
             92..=93 if !self.is_calm => self.fault(at),
@@ -215,8 +215,8 @@ impl World {
         self.check_owners();
     }
 
-    /// Lets everything end that has begun, without faults.
-    pub fn settle(&mut self) {
+    /// Runs without faults until all requests and hand-overs have ended.
+    pub fn run_to_idle(&mut self) {
         self.is_calm = true;
         for server in &mut self.servers {
             server.directory.set_disconnected(false);
@@ -225,31 +225,31 @@ impl World {
         while let Some(at) = self.servers.iter().position(|server| server.is_fenced) {
             self.begin_anew(at);
         }
-        for _ in 0..REST_STEPS {
+        for _ in 0..IDLE_STEPS {
             self.step();
             if self.wrong.is_some() {
                 return;
             }
         }
         self.clients.is_ending = true;
-        for _ in 0..REST_STEPS {
+        for _ in 0..IDLE_STEPS {
             self.step();
-            if self.wrong.is_some() || (self.clients.are_idle() && self.is_at_rest()) {
+            if self.wrong.is_some() || (self.clients.are_idle() && self.is_idle()) {
                 break;
             }
         }
-        if self.wrong.is_none() && !(self.clients.are_idle() && self.is_at_rest()) {
+        if self.wrong.is_none() && !(self.clients.are_idle() && self.is_idle()) {
             let state = |server: &Server| {
                 let holdings: Vec<_> = server.holders.iter().map(Holder::holding).collect();
-                (server.life, server.drains, holdings, server.givings.clone(), server.receivings.clone())
+                (server.life, server.drains, holdings, server.outgoing.clone(), server.incoming.clone())
             };
             let states: Vec<_> = self.servers.iter().map(state).collect();
             let (planned, packets) = (plan(&self.loads(), 1), &self.packets);
-            self.fail(format!("it does not come to rest: {planned:?}, {packets:?}, {states:#?}"));
+            self.fail(format!("not idle after {IDLE_STEPS} steps: {planned:?}, {packets:?}, {states:#?}"));
         }
     }
 
-    fn is_at_rest(&self) -> bool {
+    fn is_idle(&self) -> bool {
         let owners = self.owners();
         let settled = |server: &Server| {
             (0..PARTITIONS).all(|partition| {
@@ -335,7 +335,7 @@ impl World {
             1 | 2 if self.servers.len() < SERVERS_MAX => self.add_server(),
             3 => self.servers[at].is_fenced = true,
             4 if self.servers[at].is_fenced && self.random.one_in(2) => self.begin_anew(at),
-            // It does not notice that yet.
+            // The server does not notice that yet.
             4 if self.servers[at].is_fenced => self.servers[at].end_lease(&self.directory),
             8 => self.expire_request(),
             5 => {
@@ -353,8 +353,7 @@ impl World {
         }
     }
 
-    /// A client is told that its request has failed, which has waited too long. No server does it
-    /// later.
+    /// Fails a client's request that has waited too long. No server carries it out later.
     fn expire_request(&mut self) {
         let Some(request) = self.clients.expire_one(&mut self.random) else { return };
         self.totals.expired += 1;
@@ -371,8 +370,8 @@ impl World {
         }
     }
 
-    /// Ends a process in order: the keeper holds its partitions. If it was the only one, the next
-    /// one starts.
+    /// Stops a server: the keeper holds its partitions. If it was the only server, the next one
+    /// starts.
     fn stop(&mut self, at: usize) {
         let server = self.servers.remove(at);
         self.kept.extend(server.kept());
@@ -382,20 +381,20 @@ impl World {
         }
     }
 
-    /// Ends a process.
+    /// Kills a server.
     fn kill(&mut self, at: usize) {
         let server = self.servers.remove(at);
         self.break_connections(server);
     }
 
-    /// A server notices that its lease has ended, and begins anew.
+    /// Restarts a server that notices the end of its lease.
     fn begin_anew(&mut self, at: usize) {
         let server = self.servers.remove(at);
         self.break_connections(server);
         self.add_server();
     }
 
-    /// What a server has sent is lost with its connections, also where it waits.
+    /// Loses all messages that a server has sent, also requests that wait at other servers.
     fn break_connections(&mut self, mut server: Server) {
         let life = server.life;
         let is_its = |packet: &Packet| match packet {
@@ -408,7 +407,7 @@ impl World {
         }
         let waiting = std::mem::take(&mut server.waiting);
         waiting.into_iter().for_each(|(request, from)| self.lose_request(request, from));
-        // Its clients do not know what became of their requests.
+        // The outcome of its clients' requests is unknown.
         self.clients.disconnect(life);
         server.end_lease(&self.directory);
     }
@@ -419,7 +418,7 @@ impl World {
         }
     }
 
-    /// What the balancer sees.
+    /// The loads, as the balancer sees them.
     fn loads(&self) -> BTreeMap<u16, ServerLoad> {
         let load = |server: &Server| {
             let owned = (0..PARTITIONS).filter(|partition| server.holders[*partition].has_access());
@@ -427,7 +426,7 @@ impl World {
                 partition,
                 rate: RATES[partition],
                 bytes: 1,
-                may_move: server.givings[partition].is_none(),
+                may_move: server.outgoing[partition].is_none(),
             });
             let partitions = partitions.collect();
             let load = ServerLoad { memory_bytes: 1 << 20, used_bytes: 0, drains: server.drains, partitions };
@@ -439,7 +438,7 @@ impl World {
     fn balance(&mut self) {
         for Move { partition, from, to } in plan(&self.loads(), 1) {
             if let Some(at) = self.servers.iter().position(|server| server.life.host == from) {
-                self.begin_giving(at, partition, to);
+                self.begin_handover(at, partition, to);
             }
         }
     }
@@ -450,10 +449,10 @@ impl World {
         }
         let (partition, to) = (self.random.below(PARTITIONS), self.random.below(self.servers.len()));
         let to = self.servers[to].life.host;
-        self.begin_giving(at, partition, to);
+        self.begin_handover(at, partition, to);
     }
 
-    /// A forwarded request, which has not been forwarded too often.
+    /// Forwards a request, and checks that it is not forwarded too often.
     pub fn forward(&mut self, at: usize, to: u16, mut request: Request) {
         let from = self.servers[at].life;
         self.totals.forwards += 1;

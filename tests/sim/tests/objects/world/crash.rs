@@ -1,4 +1,4 @@
-//! Crashes of the service between any two stores, and what must be there afterwards.
+//! Crashes of the service between any two stores, and checks of the objects afterwards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -10,24 +10,24 @@ use aquifer_objects::recovery::recover;
 
 use super::{ModelObject, Schedule, broken};
 
-/// The service was killed.
+/// The payload with which a killed service unwinds.
 pub(super) struct Killed;
 
-/// What the service was doing.
+/// The operation of the service at its crash.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum InProgress {
     Nothing,
     Write(usize),
     Free(usize),
     Release(usize),
-    /// The object, and the one whose bytes it gets.
+    /// A replacement of the bytes of the first object by those of the second.
     Replace(usize, usize),
-    /// With the stamp of its bytes.
+    /// An allocation of an object whose bytes have this stamp.
     Allocate(u64),
 }
 
 impl Schedule {
-    /// Takes one step, in which the service may be killed and started again.
+    /// Runs one operation, in which the service may be killed and started again.
     pub(super) fn operate_or_crash(&mut self) -> Result<(), String> {
         let world = &mut self.ledger.words;
         world.crash_in = world.rng.chance(1, 12).then(|| {
@@ -43,7 +43,7 @@ impl Schedule {
         }
     }
 
-    /// Starts the service again. It may be killed while it restores the heap.
+    /// Restarts the service, which may be killed again while it restores the heap.
     fn recover(&mut self) -> Result<(), String> {
         let layout = self.ledger.words.layout;
         self.ledger.words.writes.clear();
@@ -73,11 +73,11 @@ impl Schedule {
             .collect();
         self.heap = Heap::restore(self.settings.clone(), &restored.addresses, restored.blocks);
         self.next_number = self.ledger.first_number();
-        self.settle(&found)
+        self.resolve_operation(&found)
     }
 
-    /// Finds out what has become of the operation that was in progress.
-    fn settle(&mut self, found: &[(u64, ClassId, u64)]) -> Result<(), String> {
+    /// Resolves whether the operation at the crash has taken effect.
+    fn resolve_operation(&mut self, found: &[(u64, ClassId, u64)]) -> Result<(), String> {
         let is_there = |object: &ModelObject| found.iter().any(|(id, ..)| *id == object.number.get());
         let mut is_completed = true;
         match std::mem::replace(&mut self.in_progress, InProgress::Nothing) {
@@ -113,7 +113,7 @@ impl Schedule {
                     self.ledger.words.objects[target].versions.pop();
                 }
             }
-            // The client asks again, with the old pointer.
+            // The client retries with the old pointer.
             InProgress::Release(object) => self.release_object(object)?,
             InProgress::Allocate(stamp) => {
                 let known = self.ledger.words.objects.len();
@@ -140,7 +140,7 @@ impl Schedule {
         }
     }
 
-    /// An object whose pointer no client has got.
+    /// Adopts an allocated object whose pointer no client has received.
     fn adopt_unknown(&mut self, found: &[(u64, ClassId, u64)], stamp: u64) -> Result<(), String> {
         let world = &mut self.ledger.words;
         let is_unknown = |id: &u64| !world.objects.iter().any(|object| object.number.get() == *id);

@@ -12,7 +12,7 @@ use aquifer_pool::op::{
 use super::{SparseMemory, TENANT};
 use crate::pool::model::PoolModel;
 
-/// More clients than there are.
+/// An upper bound of the number of clients.
 pub const CLIENTS_MAX: u32 = 16;
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -22,7 +22,7 @@ enum ActorOp {
     Recover(Box<RecoverOp>, Host),
 }
 
-/// What an actor may begin.
+/// An operation that an actor may begin.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Goal {
     Alloc(SizeClass),
@@ -34,7 +34,7 @@ pub enum Goal {
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Actor {
     pub host: Host,
-    /// Operations that it may still begin.
+    /// Number of operations that the actor may still begin.
     operations_left: u8,
     owned: Vec<Grant>,
     cache: NodeCache,
@@ -65,7 +65,7 @@ impl Actor {
         self.running.is_none()
     }
 
-    /// Whether its host would leave anything behind if it died.
+    /// Whether the host would leave extents or unfinished operations behind if it died.
     pub fn has_anything(&self) -> bool {
         !self.is_idle() || !self.owned.is_empty()
     }
@@ -84,7 +84,7 @@ impl Actor {
         self.answer.clear();
     }
 
-    /// The operations that it may begin.
+    /// The operations that the actor may begin now.
     pub fn goals(&self, classes: &[u8], dead: &[Host]) -> Vec<Goal> {
         let unrecovered = dead.iter().filter(|dead| !self.recovered.contains(dead));
         let mut goals: Vec<Goal> = unrecovered.map(|dead| Goal::Recover(*dead)).collect();
@@ -131,7 +131,7 @@ impl Actor {
         self.answer.clear();
     }
 
-    /// Executes the next access, and after the last one of an action takes the next step.
+    /// Executes the next access, and runs the next step after the last access of an action.
     pub fn access(&mut self, memory: &mut SparseMemory, model: &mut PoolModel) -> Result<(), String> {
         let access = self.waiting.pop_front().ok_or("no operation is in progress")?;
         memory.access(&access, &mut self.answer);

@@ -1,7 +1,7 @@
 //! Every interleaving of a few operations of a few hosts on two spans, at each access to the node's
 //! memory, with deaths at any moment and recovery by other hosts.
 //!
-//! The state machines are those of the product. The simulator's model checks what they do.
+//! The state machines are those of the product. The simulator's model checks each change.
 
 mod actor;
 
@@ -31,7 +31,7 @@ const FILLER: Host = Host(9);
 struct Trial {
     /// The host of each actor, and the operations that it may begin.
     actors: &'static [(u16, u8)],
-    /// Most hosts that die.
+    /// Largest number of hosts that die.
     deaths: usize,
     /// The size classes that are allocated. Class 4 is half a span, so that two extents fill one.
     classes: &'static [u8],
@@ -194,7 +194,7 @@ impl Model for Trial {
                 }
                 ModelEvent::Die(host) => {
                     state.model.dead.push(host);
-                    // What it was about to do does not matter any more, so that states are equal.
+                    // Cleared, so that states are equal whatever the dead host was about to do.
                     state.actors.iter_mut().filter(|actor| actor.host == host).for_each(Actor::forget);
                 }
             }

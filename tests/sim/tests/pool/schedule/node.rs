@@ -1,4 +1,4 @@
-//! The node itself: it clears used spans, and lends less or more.
+//! Tasks of the node itself: clearing used spans, and lending less or more memory.
 
 use aquifer_fabric::Host;
 use aquifer_pool::NodeMemory;
@@ -13,11 +13,11 @@ use crate::pool::model::ensure;
 pub(super) struct NodeHost {
     pub client: SimClient,
     task: NodeTask,
-    /// Its offline sections.
+    /// Offline sections of the node.
     offline: Vec<Grant>,
 }
 
-/// What the node is doing.
+/// The task that the node runs.
 #[derive(Clone, Copy)]
 enum NodeTask {
     Nothing,
@@ -62,7 +62,7 @@ impl Schedule {
 
     fn lend(&mut self, section: u32) -> Option<OpOutcome> {
         let place = self.node_host.offline.iter().position(|grant| grant.chunk / 512 == section);
-        let grant = self.node_host.offline.swap_remove(place.expect("it is offline"));
+        let grant = self.node_host.offline.swap_remove(place.expect("the section is offline"));
         self.node_host.task = NodeTask::Lending;
         self.node_host.client.free(&[grant])
     }
@@ -104,7 +104,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// Clears all that is free, while no other operation is in progress.
+    /// Clears all free memory, while no other operation is in progress.
     pub(super) fn clear_all(&mut self) -> Result<(), String> {
         for section in 0..self.node_memory.layout.sections() {
             while let Some(group) = self.node_memory.find_uncleared(section) {

@@ -1,9 +1,9 @@
-//! Processes that are killed while they free something, and are started again.
+//! Processes that are killed while they free extents, and are restarted.
 //!
 //! The next process resumes the free from the ledger, while operations of the killed process may
-//! still be in flight. What the ledger cannot decide is left to a leak scan. A real node refuses
-//! operations of an earlier agent as soon as it knows of the next one; the simulated node never
-//! does.
+//! still be in flight. Frees that the ledger cannot decide are left to a leak scan. A real node
+//! refuses operations of an earlier agent as soon as it knows of the next one; the simulated node
+//! never does.
 
 use std::collections::BTreeSet;
 
@@ -21,7 +21,7 @@ pub struct Restarts {
     clients: u32,
     /// The last actions of killed processes, which may still be in flight.
     in_flight: Vec<(Host, Action)>,
-    /// Hosts that may own something that is not in a ledger.
+    /// Hosts that may own extents that are not in a ledger.
     suspects: BTreeSet<Host>,
 }
 
@@ -41,9 +41,8 @@ impl Restarts {
 }
 
 impl Schedule {
-    /// Kills and restarts the process of a host, with all its clients, of which one is freeing
-    /// something. Does nothing if another of its clients runs an operation that only a leak scan
-    /// could finish.
+    /// Kills and restarts the process of a host with all of its clients, of which one is freeing
+    /// extents. No effect if another client runs an operation that only a leak scan could finish.
     pub fn restart(&mut self) {
         let is_freeing = |client: &&SimClient| client.alive && client.can_be_killed() && !client.is_idle();
         let freeing: Vec<Host> = self.clients.iter().filter(is_freeing).map(|client| client.host).collect();
@@ -63,7 +62,7 @@ impl Schedule {
         }
     }
 
-    /// Takes the outcome of a resumed free, and does what `PoolClient::resume_free` does.
+    /// Handles the outcome of a resumed free as `PoolClient::resume_free` does.
     pub fn resumed(
         &mut self,
         index: usize,
@@ -75,8 +74,8 @@ impl Schedule {
         match outcome {
             Ok(()) => self.counts.resumed += 1,
             Err(OpError::NotAllocated | OpError::NotOurs(_)) => {
-                // If its key was not revoked, the host still owns it, and another part of the word
-                // has changed.
+                // If the key was not revoked, the host still owns the extent, and another part of
+                // the word has changed.
                 let has_key = self.model.has_key(&self.node_memory, &grant, client.tenant).is_ok();
                 if attempt == FreeAttempt::First && has_key {
                     let ended = client.free_plainly(grant);
@@ -90,8 +89,8 @@ impl Schedule {
         Ok(())
     }
 
-    /// Frees what suspects have leaked. All clients have freed what they own by their ledgers, so a
-    /// recovery of the host frees exactly what is leaked.
+    /// Frees the leaked extents of suspects. All clients have freed the extents in their ledgers,
+    /// so a recovery of the host frees exactly the leaked ones.
     pub fn scan_all_for_leaks(&mut self) -> Result<(), String> {
         for host in std::mem::take(&mut self.restarts.suspects) {
             let of_host = |client: &SimClient| client.alive && client.host == host;
