@@ -26,7 +26,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/fabric/fabric",
     "crates/fabric/fabric-verbs",
     "crates/heap/heaps",
-    "crates/heap/objects",
     "crates/ownership/ownership",
     "crates/paging/block",
     "crates/paging/pager",

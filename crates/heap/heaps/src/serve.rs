@@ -190,7 +190,7 @@ pub fn serve(
             }
         }
     }
-    service.hold_kept();
+    service.reserve_restored();
     if let Some(reason) = spans.and_then(|spans| spans.refusal()) {
         return Err(HeapsError::Node { node: options.node, reason });
     }
@@ -220,7 +220,7 @@ pub fn serve(
     while !must_end() {
         if tended.elapsed() >= TICK {
             tended = Instant::now();
-            service.tend();
+            service.maintain();
             membership.renew(Instant::now());
             keeper.reconnect_if_closed();
         }

@@ -1,4 +1,4 @@
-//! Compaction: which blocks a step looks at, and how a merge is carried out (§3.1).
+//! Compaction: selects the blocks of a step, and carries out merges (§3.1).
 
 use super::{Heap, Mover};
 use crate::block::{Block, BlockId};
@@ -7,11 +7,11 @@ use crate::mutation::Mutation;
 use crate::packing::{Merge, Packer};
 use crate::space::FrameRun;
 
-/// Blocks that are looked at for each merge of a step, so that its time is bounded.
+/// Blocks of each worker that are considered for each merge of a step. Bounds the time of a step.
 const BLOCKS_PER_MERGE: usize = 8;
 
 impl Heap {
-    /// Compacts a class by at most `merges_max` merges. Returns how many there were.
+    /// Compacts a class by at most `merges_max` merges. Returns the number of merges.
     ///
     /// A leader collects the blocks of all workers, merges, and returns them (§3.1.4).
     pub fn compact(&mut self, class: ClassId, merges_max: u64, mover: &mut impl Mover) -> u64 {
@@ -23,8 +23,8 @@ impl Heap {
         }
     }
 
-    /// Compacts the emptiest blocks of a class, at most `blocks_max` of each worker. Returns how
-    /// many merges there were, and whether these were all blocks.
+    /// Compacts the emptiest blocks of a class, at most `blocks_max` of each worker. Returns the
+    /// number of merges, and whether all blocks with free slots were considered.
     fn compact_among(
         &mut self,
         class: ClassId,
@@ -82,12 +82,12 @@ impl Heap {
             let is_needed = self.addresses.homed(*name) > 0 || self.addresses.released_in(*name) > 0;
             if !is_needed || Mutation::ReuseAddress.is_active() {
                 self.addresses.rename(*name, merge.source, &[]);
-                mover.name(*name, [None; 2]);
+                mover.map_address(*name, [None; 2]);
                 self.addresses.release(*name);
                 continue;
             }
             self.addresses.rename(*name, merge.source, &merge.into);
-            mover.name(*name, self.frames_of(*name));
+            mover.map_address(*name, self.frames_of(*name));
             for id in &merge.into {
                 packer.block_mut(*id).expect("it is being packed").add_name(*name);
             }

@@ -1,4 +1,4 @@
-//! Replacement of a large object: it gets the block of another one, with its bytes.
+//! Replacement of a large object by another one, whose block and bytes it gets.
 
 use super::{Heap, HeapError, Mover};
 use crate::block::{Block, BlockId, ObjectRecord};
@@ -12,23 +12,23 @@ use crate::space::FrameRun;
 pub struct Replacement {
     /// The object.
     pub number: ObjectNumber,
-    /// The class of both.
+    /// The class of both objects.
     pub class: (ClassId, Class),
     /// The object's block.
     pub target: FrameRun,
-    /// The other's block.
+    /// The block of the other object.
     pub staged: FrameRun,
     /// The object's address.
     pub address: BlockAddress,
-    /// The other's address, which is freed.
+    /// The address of the other object, which is freed.
     pub staged_address: BlockAddress,
-    /// Words of the other after its header that are new. The rest is the object's.
+    /// Words of the other object, after its header, that replace the object's. The others stay.
     pub written: u32,
 }
 
 impl Heap {
-    /// Gives a large object the bytes of another one of its class, which ends. `written`: as of
-    /// [`Replacement`].
+    /// Replaces the bytes of a large object by those of another one of its class, and frees that
+    /// one. `written` is [`Replacement::written`].
     ///
     /// # Errors
     /// If one of the objects does not exist, or they are not of one class of large objects.
