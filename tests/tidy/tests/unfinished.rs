@@ -23,8 +23,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/daemons/host",
     "crates/daemons/node",
     "crates/daemons/swap",
-    "crates/fabric/fabric",
-    "crates/fabric/fabric-verbs",
     "crates/heap/heaps",
     "crates/ownership/ownership",
     "crates/paging/block",

@@ -1,7 +1,7 @@
 //! Reconnecting endpoints in the simulator. One host writes, reads and counts while its node is
 //! killed and restarted, and while the link to it is cut. Acknowledged writes must be there, a read
-//! must not return a value older than an acknowledged write, and nothing of a broken connection may
-//! take effect late.
+//! must not return a value older than an acknowledged write, and no operation of a broken
+//! connection may take effect late.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -150,7 +150,7 @@ impl Play {
                     let mut found = [0; 8];
                     self.local.read(slot * 8, &mut found);
                     let found = u64::from_le_bytes(found);
-                    // A READ that is repeated may find what was written after it.
+                    // A repeated READ may find a value that was written after it.
                     assert!(found >= expected, "{found} was read where {expected} had been written");
                 }
                 (Did::Write, Ok(_)) => {}
@@ -215,9 +215,9 @@ impl Play {
 }
 
 #[test]
-fn what_was_under_way_is_done_once_the_target_is_back() {
+fn work_in_flight_is_done_when_the_target_is_back() {
     let away: u64 = (0..2000).map(|seed| Play::new(seed, AwayPolicy::Wait).run(seed)).sum();
-    assert!(away > 1000, "{away} counts were under way when an endpoint broke");
+    assert!(away > 1000, "{away} counts were in flight when an endpoint broke");
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn work_fails_at_once_without_waiting() {
 }
 
 #[test]
-fn work_that_was_given_up_does_not_take_effect_later() {
+fn work_in_flight_does_not_take_effect_after_a_peer_was_treated_as_away() {
     for seed in 0..200 {
         let mut play = Play::new(seed, AwayPolicy::Fail);
         let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
@@ -277,7 +277,7 @@ fn work_that_was_given_up_does_not_take_effect_later() {
         let mut done = Vec::new();
         play.local.write(0, &1_u64.to_le_bytes());
         play.endpoint.post(&[work(1), work(2)]).unwrap();
-        play.endpoint.give_up();
+        play.endpoint.treat_as_away();
         assert!(play.endpoint.is_away());
         play.endpoint.poll(&mut done, 9);
         let away = |id| Completion { id, outcome: Err(WorkError::Away) };
@@ -344,7 +344,7 @@ fn a_target_with_other_memory_is_another() {
 }
 
 #[test]
-fn a_host_that_is_shut_out_waits_for_nothing() {
+fn work_of_a_fenced_host_fails_at_once() {
     let mut play = Play::new(1, AwayPolicy::Wait);
     play.target.fence(WHO.host, WHO.epoch);
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
@@ -411,7 +411,7 @@ fn an_endpoint_that_does_not_reconnect_is_broken_with_its_target() {
     for work in batch {
         play.endpoint.post(&[work]).unwrap();
         if work.id == 1 {
-            assert!(play.endpoint.drain_handle().is_some(), "what is in flight can be drained");
+            assert!(play.endpoint.drain_handle().is_some(), "operations in flight can be drained");
             play.fabric.crash_node(play.target.node());
         }
         play.fabric.run();

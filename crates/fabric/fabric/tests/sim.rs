@@ -139,7 +139,7 @@ fn completions_never_claim_less_than_what_happened() {
         }
         scene.fabric.run();
         let done = drain(&mut endpoint);
-        assert_eq!(done.len(), 10, "seed {seed}: what was posted completes, come what may");
+        assert_eq!(done.len(), 10, "seed {seed}: all posted operations complete");
         let is_unknown = |outcome| matches!(outcome, Err(WorkError::PeerGone | WorkError::Timeout));
         let succeeded = done.iter().filter(|done| done.outcome.is_ok()).count() as u64;
         let unknown = done.iter().filter(|done| is_unknown(done.outcome)).count() as u64;

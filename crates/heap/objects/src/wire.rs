@@ -40,7 +40,7 @@ const OPENED_RAW: u8 = 135;
 pub enum Request<'a> {
     /// Asks for the regions of the tenant's heap, which is created if there is none.
     Open,
-    /// The memory of the tenant's heap, as a device serves it.
+    /// Asks for the memory of the tenant's heap, as a device serves it.
     OpenRaw,
     /// Allocates an object of `bytes` bytes, all zeros.
     Allocate {
@@ -95,8 +95,8 @@ pub enum Request<'a> {
     },
     /// Asks for the pointer with the slot where the object is now.
     Correct(Pointer),
-    /// A pointer with the object's present block. The client has replaced all pointers to the
-    /// object (§3.3).
+    /// Asks for a pointer with the object's present block. The client has replaced all pointers to
+    /// the object (§3.3).
     Release(Pointer),
     /// Asks, as an operator, for the report on the heap of the first tenant from `from` on.
     Report {

@@ -97,6 +97,6 @@ impl Endpoint for SharedEndpoint {
     }
 
     forward_endpoint!(
-        inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, give_up, drain_handle
+        inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, treat_as_away, drain_handle
     );
 }

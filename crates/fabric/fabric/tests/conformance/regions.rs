@@ -53,7 +53,7 @@ pub fn endpoints_use_regions_that_are_registered_later<H: Harness>() {
     assert_eq!(client.write(region.base + ROW, key, 64), Ok(64));
     assert_eq!(foreign.read(region.base + ROW, key, 64), REFUSED);
     assert_eq!(client.read(region.base, region.key, 64), REFUSED);
-    assert_eq!(client.endpoint.regions(), [], "those that it had when it connected");
+    assert_eq!(client.endpoint.regions(), [], "the regions at the time of connecting");
 }
 
 pub fn a_removed_region_is_open_to_no_key<H: Harness>() {

@@ -108,7 +108,7 @@ fn reads_and_writes_succeed_while_pages_move() {
 }
 
 #[test]
-fn what_cannot_be_moved_is_refused() {
+fn invalid_remaps_are_refused() {
     let harness = VerbsHarness::start();
     let (_memory, region, _key) = halves(&harness);
     let (_fixed_memory, fixed) = harness.region(Access::ALL, Scope::Anyone);

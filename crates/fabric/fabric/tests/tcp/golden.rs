@@ -57,7 +57,7 @@ fn golden_requests_and_answers() {
     let address = listener.local_addr().expect("it is bound");
     let endpoint = std::thread::spawn(move || {
         let options =
-            ConnectOptions { encrypt: false, operation_time: PATIENCE, ..ConnectOptions::default() };
+            ConnectOptions { encrypt: false, operation_time: TEST_TIMEOUT, ..ConnectOptions::default() };
         let mut endpoint = tcp::connect(address, &KEY, WHO, options).expect("the target is played");
         let memory = Arc::new(Memory::create("local", 4096).unwrap());
         memory.write(64, b"hello");

@@ -21,7 +21,7 @@ const IDLE_BYTES_MAX: usize = 32 << 10;
 /// Bytes that each connection reads before it is idle.
 const READ_BYTES: u32 = 100_000;
 
-/// Permits this process as many descriptors. Returns false if the system refuses.
+/// Permits this process `count` descriptors. Returns false if the system refuses.
 fn raise_descriptors(count: u64) -> bool {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raise = |maximum| setrlimit(Resource::Nofile, Rlimit { current: Some(count), maximum });

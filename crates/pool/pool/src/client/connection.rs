@@ -56,7 +56,7 @@ pub trait Clock: Send + Sync + Debug {
 }
 
 /// How long a client waits for the answer of a node, after which the node counts as away
-/// ([`Endpoint::give_up`]).
+/// ([`Endpoint::treat_as_away`]).
 #[derive(Clone, Debug)]
 pub struct AnswerTimeout {
     /// The time without an answer.
@@ -367,7 +367,7 @@ impl NodeConnection {
                 continue;
             }
             if wait.as_mut().is_some_and(AnswerWait::is_over) {
-                self.endpoint.give_up();
+                self.endpoint.treat_as_away();
                 continue;
             }
             // Every accepted operation completes, but a broken endpoint may report nothing more.

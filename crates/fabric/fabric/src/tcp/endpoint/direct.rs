@@ -2,7 +2,7 @@
 //!
 //! If all requests succeed, the layout of the answers is known: heads, and the bytes of READs, in
 //! the order of the requests. The kernel is given these places to fill. If the target sends
-//! something else, such as an error or a message, the received bytes are put together and handled
+//! something else, such as an error or a message, the received bytes are gathered and handled
 //! as ordinary input.
 
 use zerocopy::{FromBytes, IntoBytes};
@@ -56,7 +56,8 @@ impl TcpEndpoint {
                 _ => None,
             };
             bytes += ANSWER_BYTES + read.map_or(0, |local| local.len as usize);
-            // Padded READs, and more than the input buffer could hold, take the ordinary way.
+            // Padded READs, and more bytes than the input buffer holds, are received as ordinary
+            // input.
             if read.is_some_and(|local| local.len % 8 != 0) || bytes > INPUT_BYTES {
                 break;
             }

@@ -1,4 +1,4 @@
-//! The fuzz target for what a target sends to an initiator.
+//! The fuzz target for the bytes that a target sends to an initiator.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -19,7 +19,7 @@ const READ_IDS: [u64; 3] = [0, 2, 3];
 const MESSAGE_BYTES_MAX: u32 = 64;
 const RECEIVE_DEPTH: usize = 4;
 
-/// What an endpoint made of its input.
+/// The state of an endpoint after it has handled its input.
 struct Received {
     done: Vec<Completion>,
     messages: Vec<Vec<u8>>,
@@ -29,8 +29,8 @@ struct Received {
 }
 
 impl Received {
-    /// What READ number `at` has read, if it has succeeded. The destination of another one may have
-    /// any bytes.
+    /// The bytes of READ number `at`, if it has succeeded. The destination of a failed READ may
+    /// have any bytes.
     fn read(&self, at: usize) -> Option<&[u8]> {
         let (offset, len) = READS[at];
         let is_done = |done: &&Completion| done.id == READ_IDS[at] && done.outcome == Ok(len.into());
@@ -130,9 +130,9 @@ fn from_parts(parts: [&[u8]; 2]) -> Received {
     received(&endpoint, &memory, false)
 }
 
-/// Handles what a target sends, in three ways that must agree.
+/// Handles the bytes of a target, in three ways that must agree.
 ///
-/// The first byte says where the input is cut. Returns whether all of it follows the protocol.
+/// The first byte selects where the input is cut. Returns whether all of it follows the protocol.
 ///
 /// # Panics
 /// If a check fails.
@@ -158,7 +158,7 @@ pub fn handle(bytes: &[u8]) -> bool {
     !whole.is_violated
 }
 
-/// What a target may send.
+/// Bytes that a target may send.
 #[must_use]
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let answer = |outcome, data: &[u8]| {

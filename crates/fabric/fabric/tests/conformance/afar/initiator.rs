@@ -1,4 +1,4 @@
-//! The part of the machine that holds endpoints for the other.
+//! The program that holds endpoints for the tests on the other machine.
 
 use std::collections::VecDeque;
 use std::io;

@@ -44,7 +44,7 @@ pub struct Message {
 /// Sends a message and receives the answer.
 pub fn call(stream: &RefCell<TcpStream>, ask: &Message) -> Message {
     let mut stream = stream.borrow_mut();
-    ask.write(&mut *stream).expect("the other machine hears");
+    ask.write(&mut *stream).expect("the other machine receives");
     Message::receive(&mut *stream).expect("the other machine answers")
 }
 
