@@ -27,8 +27,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/ownership/ownership",
     "crates/paging/block",
     "crates/paging/pager",
-    "crates/pool/extents",
-    "crates/pool/pool",
     "crates/program/attach",
     "crates/segments/segments",
     "tests/e2e",

@@ -1,4 +1,4 @@
-//! Fuzz targets for what the keeper returns of a session.
+//! Fuzz targets for the memory and the record of a session that the keeper returns.
 
 use aquifer_fabric::{Key, Memory};
 use aquifer_pool::{Extent, NodeId, SizeClass};
@@ -9,9 +9,9 @@ use crate::serve::SessionRecord;
 /// Offset of the entries, and bytes of each.
 const ENTRIES_AT: usize = 64;
 const ENTRY_BYTES: usize = 32;
-/// Entries that the input can have.
+/// Most entries of an input.
 const ENTRIES: u32 = 16;
-/// Offset of the word that says how many entries there may be.
+/// Offset of the word with the bound of the entries.
 const END_AT: usize = 16;
 
 thread_local! {
@@ -22,7 +22,7 @@ thread_local! {
     };
 }
 
-/// Recovers a book, and records what it says once more.
+/// Recovers a book, and records its entries again.
 ///
 /// The input is the beginning of the memory. Returns whether all entries are valid.
 ///

@@ -1,5 +1,4 @@
-//! The client of the product under a scheduler that switches threads at every access to the node's
-//! memory.
+//! The pool client under a scheduler that switches threads at every access to the node's memory.
 //!
 //! No chunk has two owners and none is lost, while a host dies, is recovered, or is scanned for
 //! leaks at any moment.
@@ -35,7 +34,7 @@ const LIFE_MAX: u64 = 60;
 const CLASSES: [u8; 3] = [0, 3, 4];
 const DYING: Host = Host(3);
 
-/// A step that is done wrong.
+/// A fault of a step, which the test must detect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum ClientFault {
     None,
@@ -249,7 +248,7 @@ impl Ledger for WorkerLedger {
     }
 }
 
-/// Allocates and frees extents, and owns none at the end.
+/// Allocates and frees extents. Owns none at the end.
 fn run_worker(
     scene: &Arc<SharedNode>,
     client: &mut PoolClient,
@@ -301,7 +300,7 @@ fn free(
     Ok(())
 }
 
-/// Allocates all spans but two, so that all clients meet there.
+/// Allocates all spans but two, so that all clients use these two.
 fn fill_all_but_two(scene: &Arc<SharedNode>) -> (PoolClient, Vec<Extent>) {
     let mut client = scene.client(Host(9), &StdArc::default(), u64::MAX);
     let spans = (0..14).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("there is room")).collect();
@@ -354,7 +353,7 @@ fn play(fault: ClientFault) {
 fn die_and_be_recovered(scene: &Arc<SharedNode>) {
     let accesses = thread_rng().gen_range(1..LIFE_MAX);
     let mut client = scene.client(DYING, &StdArc::default(), accesses);
-    // It does not report the owners of its chunks, which would not be known at its death.
+    // The client does not record the owners of its chunks, which would be unknown at its death.
     let mut owned = Vec::new();
     while let Ok(extents) = client.allocate_many(NODE, SizeClass::new(1).expect("a class"), 2) {
         owned.extend(extents);
@@ -371,7 +370,7 @@ fn die_and_be_recovered(scene: &Arc<SharedNode>) {
     }
 }
 
-/// A runner with larger stacks, because a client needs more than the default.
+/// A runner with larger stacks: a client needs more than the default.
 fn runner<S: Scheduler + 'static>(scheduler: S) -> Runner<S> {
     let mut config = Config::new();
     config.stack_size = STACK_BYTES;
@@ -385,11 +384,11 @@ fn no_chunk_has_two_owners_and_none_is_lost() {
 }
 
 #[test]
-fn faults_are_noticed() {
+fn faults_are_detected() {
     for fault in [ClientFault::TornCas, ClientFault::Unfenced, ClientFault::RecordedLate] {
         let outcome = std::panic::catch_unwind(|| {
             runner(RandomScheduler::new(10 * SCHEDULES)).run(move || play(fault));
         });
-        assert!(outcome.is_err(), "{fault:?} was not noticed");
+        assert!(outcome.is_err(), "{fault:?} was not detected");
     }
 }

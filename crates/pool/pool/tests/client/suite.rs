@@ -1,4 +1,4 @@
-//! Tests of the client that run over every fabric: several threads at one node, and all that a
+//! Tests of the client that run over every fabric: several threads at one node, and requests that a
 //! client refuses.
 
 use std::collections::HashSet;
@@ -227,7 +227,7 @@ fn a_node_can_be_allocated_to_the_last_chunk() {
     assert_eq!(extents.iter().map(|extent| extent.addr).collect::<HashSet<_>>().len(), 512);
     assert_eq!(client.free_bytes(NODE), 0);
     assert!(matches!(client.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
-    // Another host finds what is freed, although it has seen the node full.
+    // Another host finds the freed chunk, although it has seen the node full.
     let mut other = bed.client(2);
     assert!(matches!(other.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
     client.free(extents[300]).expect("it is ours");
@@ -235,7 +235,7 @@ fn a_node_can_be_allocated_to_the_last_chunk() {
 }
 
 #[test]
-fn what_is_not_ours_cannot_be_freed() {
+fn extents_of_others_cannot_be_freed() {
     let bed = bed(2);
     let (mut mine, mut other) = (bed.client(1), bed.client(2));
     for k in 0..SizeClass::COUNT {
@@ -261,7 +261,7 @@ fn what_is_not_ours_cannot_be_freed() {
 /// An extent that was freed and allocated again is another extent, although it has the same place
 /// and size.
 #[test]
-fn what_is_freed_twice_does_not_free_anothers() {
+fn a_second_free_does_not_free_the_extent_of_another() {
     let bed = bed(2);
     let mut client = bed.client(1);
     for k in 0..SizeClass::COUNT {
@@ -352,7 +352,8 @@ fn another_tenant_gets_only_cleared_memory() {
     }
 }
 
-/// A node whose connection broke frees what it was changing, and keeps its offline sections.
+/// A node whose connection broke frees the section that it was changing, and keeps offline
+/// sections.
 #[test]
 fn a_recovery_within_one_section_does_not_change_others() {
     let bed = Bed::bare();

@@ -20,7 +20,7 @@ use super::victim::{self, DATA_BYTES, EARLIER, KEY, NODE, StepMoment, TENANT, VI
 
 const SECTIONS: u64 = 5;
 const LIVE: Host = Host(1);
-/// Size classes of the extents that the live host owns all the time, in sections that the victim
+/// Size classes of the extents that the live host owns throughout, in sections that the victim
 /// uses, too.
 const OWNED: [u8; 4] = [0, 0, 2, 5];
 const STAMP: u64 = 0x5a5a_0001_0002_0003;
@@ -28,7 +28,7 @@ const STAMP: u64 = 0x5a5a_0001_0002_0003;
 /// Epochs for which the keys of extents are checked. Keys have 27 random bits, so that over all
 /// steps some key is equal to an earlier one by chance.
 const CHECKED_EPOCHS: u64 = 8;
-/// The script of the victim has at least this number of steps.
+/// Least number of steps of the victim's script.
 const STEPS_MIN: usize = 100;
 
 /// Runs a victim for every `stride`-th step of the script, which ends before the step, and another
@@ -43,7 +43,7 @@ pub fn at_every_step(scene: &KilledScene, end: VictimEnd, recoverer: Recoverer, 
     }
 }
 
-/// The host that frees what the victim owned.
+/// The host that frees the victim's extents.
 #[derive(Clone, Copy, Debug)]
 pub enum Recoverer {
     /// Another host, by recovery.
@@ -61,7 +61,7 @@ pub struct KilledScene {
     live: RefCell<LiveHost>,
     /// The epoch of the next victim.
     epoch: Cell<u64>,
-    /// Extents that any host has been granted, with the epoch in which they were.
+    /// Extents that were granted to any host, with the epoch of the grant.
     granted: RefCell<HashMap<Extent, u64>>,
 }
 
@@ -76,7 +76,8 @@ struct LiveHost {
 }
 
 impl KilledScene {
-    /// A scene at a target that `reach` connects to. The target may use files in `folder`.
+    /// Creates a scene at the target with the address `reach`. The target may use files in
+    /// `folder`.
     pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: FabricAddress) -> Self {
         let node_memory = NodeMemory::create(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
         let mut client = connect(&reach, LIVE, 1);
@@ -99,8 +100,8 @@ impl KilledScene {
         }
     }
 
-    /// Runs a victim that ends at a step, and frees what it owned; false if its script ended
-    /// before.
+    /// Runs a victim that ends at a step, and frees its extents. Returns false if the victim's
+    /// script ended before.
     pub fn play(&self, step: usize, moment: StepMoment, end: VictimEnd, recoverer: Recoverer) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         self.run_earlier_victim(epoch);
@@ -172,13 +173,13 @@ impl KilledScene {
         self.continue_stopped(&mut self.live.borrow_mut(), child)
     }
 
-    /// Continues a stopped victim after the live host has allocated all that the victim owned.
+    /// Continues a stopped victim after the live host has allocated all memory of the victim.
     /// Returns whether the victim was killed instead.
     fn continue_stopped(&self, live: &mut LiveHost, child: Victim) -> bool {
         let others = live.allocate_everything();
         assert_eq!(self.node_memory.free_bytes(), 0, "everything can be allocated");
         kill_process(child.pid, Signal::CONT).expect("it was not waited for");
-        drop(child.leash);
+        drop(child.stdin);
         // It finds that it is fenced; or it was killed, if it was stopped in the middle of an
         // access.
         let ended = waitpid(Some(child.pid), WaitOptions::empty()).expect("it is ours");
@@ -190,7 +191,7 @@ impl KilledScene {
         status.signaled()
     }
 
-    /// A host that owns extents of several sizes, and is dead.
+    /// Runs a host that allocates extents of several sizes, and then counts as dead.
     fn run_earlier_victim(&self, epoch: u64) {
         let mut earlier = connect(&self.reach, EARLIER, epoch);
         for k in [0, 1, 4, 6] {
@@ -201,8 +202,7 @@ impl KilledScene {
         self.target.fence(EARLIER, epoch);
     }
 
-    /// Asserts that only the live host owns chunks, and that no other key that was granted opens
-    /// anything.
+    /// Asserts that only the live host owns chunks, and that no other granted key is bound.
     fn assert_all_else_free(&self, when: &str) {
         let mut live = self.live.borrow_mut();
         let owned: u64 = live.owned.iter().map(|extent| extent.class.bytes()).sum();
@@ -242,7 +242,7 @@ impl LiveHost {
         Some(extent)
     }
 
-    /// Allocates all that is free, in extents as large as possible.
+    /// Allocates all free memory, in extents as large as possible.
     fn allocate_everything(&mut self) -> Vec<Extent> {
         let mut allocated = Vec::new();
         for k in (0..SizeClass::COUNT).rev() {

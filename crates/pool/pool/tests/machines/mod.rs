@@ -1,4 +1,4 @@
-//! The state machines step by step, and their limits.
+//! Tests of the state machines step by step, and of their limits.
 
 mod damaged;
 mod driver;
@@ -23,7 +23,7 @@ const ME: Host = Host(1);
 const OTHER: Host = Host(2);
 
 #[test]
-fn an_operation_costs_as_few_actions_as_documented() {
+fn operations_cost_the_documented_number_of_actions() {
     let (mut words, mut cache) = TestWords::new(1);
     let chunk = AllocOp::new(ME, SizeClass::CHUNK);
     let (first, actions) = words.run(&mut cache, chunk.clone());
@@ -47,8 +47,8 @@ fn an_operation_costs_as_few_actions_as_documented() {
     assert_eq!(words.free(&mut cache, FreeOp::new(ME, third.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
 }
 
-/// No two search starts are nearer than a third of the distance of evenly spread ones, whatever
-/// their number.
+/// For any number of search starts, no two are nearer than a third of the distance of evenly spread
+/// ones.
 #[test]
 fn hosts_and_clients_begin_far_apart() {
     for count in [2, 5, 64, 300, 4095] {
@@ -140,7 +140,7 @@ fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
     }
 }
 
-/// Does K of a free and nothing else; returns the record that the word has then.
+/// Does only K of a free. Returns the record that the word has then.
 fn begin_to_free(words: &mut TestWords, cache: &mut NodeCache, grant: Grant) -> u32 {
     let word = if grant.class.k() < 5 { WordAt::Span(grant.chunk / 32) } else { WordAt::Section(0) };
     let mut op = FreeOp::new(ME, grant);
@@ -155,7 +155,7 @@ fn begin_to_free(words: &mut TestWords, cache: &mut NodeCache, grant: Grant) -> 
     }
 }
 
-/// Lets F1 or F5 take effect, and another host allocate the place.
+/// Applies F1 or F5, and then an allocation of the place by another host.
 fn free_late_and_reallocate(words: &mut TestWords, grant: Grant) -> Grant {
     let theirs = Grant { key: Key::of_run(grant.class.k(), 77), ..grant };
     let run = |first: u32| {
@@ -381,8 +381,8 @@ fn extents_of_one_span_are_freed_together() {
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
     let grants = several.expect("room").grants;
     let (first, second) = grants.split_at(32);
-    // An extent of the second span was freed and is another host's now; one of the first is named
-    // twice.
+    // An extent of the second span was freed and now belongs to another host; one of the first is
+    // in the list twice.
     words.free(&mut cache, FreeOp::new(ME, second[8])).0.expect("it is ours");
     let mut theirs =
         NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64));

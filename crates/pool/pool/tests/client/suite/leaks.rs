@@ -1,4 +1,4 @@
-//! Leak scans.
+//! Tests of leak scans.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,7 +7,7 @@ use aquifer_pool::{Extent, LeakDetector, Ledger, PoolClient, ScanProgress};
 
 use super::{NODE, bed, class};
 
-/// Cancels a scan that has to wait.
+/// Cancels a scan that must wait.
 fn at_once(progress: ScanProgress) -> bool {
     progress == ScanProgress::NextPart
 }
@@ -55,7 +55,7 @@ fn a_leak_scan_frees_what_is_in_no_ledger() {
 }
 
 #[test]
-fn a_leak_scan_leaves_what_is_being_allocated() {
+fn a_leak_scan_does_not_free_an_extent_that_is_being_allocated() {
     let bed = bed(2);
     let leak_detector = Arc::new(LeakDetector::default());
     let ledger = Arc::new(TestLedger::default());

@@ -1,4 +1,4 @@
-//! Several extents at once, and stretches of sections.
+//! Tests of several extents at once, and of stretches of sections.
 
 use aquifer_fabric::Host;
 use aquifer_pool::size::SECTION_BYTES;
@@ -7,8 +7,8 @@ use aquifer_pool::{Extent, PoolError, SizeClass};
 use super::super::Bed;
 use super::{NODE, Stamper, bed, class};
 
-/// Clients that allocate stretches at once win races against each other, and roll back what they
-/// cannot complete.
+/// Clients that allocate stretches at once win races against each other, and roll back stretches
+/// that they cannot complete.
 #[test]
 fn stretches_are_allocated_whole_or_not_at_all() {
     const SECTIONS: u64 = 7;
