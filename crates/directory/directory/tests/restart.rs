@@ -1,4 +1,4 @@
-//! The embedded directory across restarts, and files that it refuses.
+//! Tests of the embedded directory across restarts, and of files that it refuses.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -159,7 +159,7 @@ fn a_damaged_file_is_refused_or_unchanged() {
         std::fs::write(&damaged, &whole[..length]).unwrap();
         refused += usize::from(EmbeddedDirectory::open(&damaged).is_err());
     }
-    assert!(refused > 0, "some of this damage must be noticed");
+    assert!(refused > 0, "some of this damage must be detected");
 }
 
 /// A small file system of its own, which is unmounted at the end; `None` if that needs more rights.
@@ -178,7 +178,7 @@ impl SmallDisk {
         mount(folder.path()).is_ok_and(|status| status.success()).then(|| Self(folder))
     }
 
-    /// Writes a file until nothing fits any more.
+    /// Writes a file until the disk is full.
     fn fill(&self) -> PathBuf {
         let path = self.0.path().join("filling");
         let mut file = std::fs::File::create(&path).unwrap();
@@ -194,7 +194,7 @@ impl Drop for SmallDisk {
 }
 
 #[test]
-fn a_directory_on_a_full_disk_goes_on_and_works_again_when_there_is_room() {
+fn a_directory_on_a_full_disk_serves_reads_and_recovers_when_there_is_space() {
     let Some(disk) = SmallDisk::mount() else {
         return aquifer_tests_support::skip("only root can mount a file system");
     };

@@ -1,4 +1,4 @@
-//! Injected faults of the simulated directory.
+//! Tests of the injected faults of the simulated directory.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn a_lost_call_changes_nothing_and_a_lost_answer_does() {
 }
 
 #[test]
-fn a_disconnected_host_loses_its_lease_and_others_notice() {
+fn a_disconnected_host_loses_its_lease_and_watches_report_it() {
     let world = DirectoryWorld::new(1);
     let (cut, other) = (world.host(1), world.host(2));
     let ttl = Duration::from_secs(1);
