@@ -297,7 +297,7 @@ mod tests {
         let commits = disk.commits.load(Ordering::SeqCst);
         for _ in 0..100 {
             assert!(engine.get("a").unwrap().is_some());
-            assert!(engine.get("b").unwrap().is_none(), "it was not stored");
+            assert!(engine.get("b").unwrap().is_none(), "the failed change was not stored");
             engine.lease_keep_alive(kept.id).unwrap();
         }
         let tries = disk.commits.load(Ordering::SeqCst) - commits + disk.resets.load(Ordering::SeqCst);
@@ -307,7 +307,7 @@ mod tests {
         engine.transaction(&put("c")).unwrap();
         assert!(disk.resets.load(Ordering::SeqCst) > 0, "the store is made right before it is used again");
         clock.advance(Duration::from_secs(2));
-        assert!(engine.lease_keep_alive(lost.id).is_err(), "its end is stored now");
+        assert!(engine.lease_keep_alive(lost.id).is_err(), "the end of the lease is stored now");
         engine.lease_keep_alive(kept.id).unwrap();
     }
 }

@@ -210,12 +210,12 @@ fn a_directory_on_a_full_disk_serves_reads_and_recovers_when_there_is_space() {
     let put_large = |number: usize| directory.put(&format!("large-{number}"), &[7; 60 << 10], None).is_ok();
     let accepted = (0..40).take_while(|number| put_large(*number)).count();
     assert!(accepted < 40, "2 MiB cannot hold that");
-    assert!(directory.get("before").unwrap().is_some(), "it is readable");
+    assert!(directory.get("before").unwrap().is_some(), "the directory is readable");
     directory.lease_keep_alive(lease.id).unwrap();
 
     std::fs::remove_file(filling).unwrap();
     for number in 0..accepted {
-        assert!(directory.get(&format!("large-{number}")).unwrap().is_some(), "it was acknowledged");
+        assert!(directory.get(&format!("large-{number}")).unwrap().is_some(), "the change was acknowledged");
         directory.delete(&format!("large-{number}")).unwrap();
     }
     directory.put("after", b"w", None).unwrap();

@@ -38,7 +38,7 @@ fn a_disconnected_host_loses_its_lease_and_watches_report_it() {
     assert_eq!(watch.next(ttl).unwrap().unwrap().kind, WatchEventKind::Delete);
     cut.set_disconnected(false);
     assert_eq!(cut.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
-    assert!(own.next(ttl).unwrap().is_some(), "its watch continues at its position");
+    assert!(own.next(ttl).unwrap().is_some(), "the watch continues at its position");
 }
 
 #[test]

@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Wait);
         assert_eq!(keys.look_up(key_id(8), Right::Read, WHOLE, 0, 0), KeyLookup::Wait, "one at a time");
-        assert!(!keys.handle_opened(key_id(9), Some(opened(3))), "it was not asked");
+        assert!(!keys.handle_opened(key_id(9), Some(opened(3))), "the key was not requested");
         assert!(keys.handle_opened(key_id(7), Some(opened(3))));
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Open(3));
         let refused = KeyLookup::Refused(WorkError::RemoteAccess);
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(
             keys.look_up(key_id(8), Right::Read, WHOLE, 0, 0),
             KeyLookup::Ask,
-            "it may be bound by now"
+            "the key may be bound now"
         );
         keys.clear();
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
@@ -197,7 +197,7 @@ mod tests {
         known(&mut keys, Key(1), 0);
         known(&mut keys, Key(2), 1);
         assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 2), KeyLookup::Ask);
-        assert!(!keys.handle_full(key_id(4)), "it was not asked");
+        assert!(!keys.handle_full(key_id(4)), "the key was not requested");
         assert!(keys.handle_full(key_id(3)));
         assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 2), KeyLookup::Replace(key_id(1)));
         assert!(keys.handle_opened(key_id(3), Some(opened(4))));

@@ -206,7 +206,7 @@ mod tests {
         after.post_next();
         after.done_through(0, |_, _| Some(8));
         assert_eq!(completed(&mut after), [(0, Ok(8))]);
-        assert!(!after.post_next(), "it is done");
+        assert!(!after.post_next(), "the READ is done");
     }
 
     #[test]

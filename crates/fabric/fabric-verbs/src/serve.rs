@@ -46,7 +46,7 @@ const EXPIRY_CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 pub(super) struct VerbsServer {
     // Fields are dropped in this order, so a resource outlives its users.
     sessions: HashMap<usize, VerbsSession>,
-    #[expect(dead_code, reason = "it listens for as long as it is kept")]
+    #[expect(dead_code, reason = "the field keeps the listener")]
     listener: CmConnection,
     events: CmEvents,
     receives: SharedReceives,

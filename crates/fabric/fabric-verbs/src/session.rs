@@ -53,7 +53,7 @@ pub(super) enum BindEnd {
 #[derive(Debug)]
 pub(super) struct BoundWindow {
     /// The window is open until this is dropped.
-    #[expect(dead_code, reason = "it is open for as long as it is kept")]
+    #[expect(dead_code, reason = "the field keeps the window open")]
     pub window: Window,
     pub region: usize,
     /// The addresses that the window opens.

@@ -158,6 +158,6 @@ mod tests {
             assert_eq!(batch.failure_of((wrong + 1) % 3), None);
         }
         assert_eq!(own.load_u64(0), 7);
-        assert_eq!(batch.run(&mut *endpoint, deadline), Ok(()), "it is empty");
+        assert_eq!(batch.run(&mut *endpoint, deadline), Ok(()), "the batch is empty");
     }
 }

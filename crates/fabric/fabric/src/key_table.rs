@@ -252,7 +252,7 @@ mod tests {
                 };
             put(&memory, number, KeyEntry::open(key, Tenant(7)));
             let opened = |key, who, addr| placed.grant(&memory, who, key, addr);
-            let grant = opened(key, of(7), data + inside).expect("it is open");
+            let grant = opened(key, of(7), data + inside).expect("the key opens the run");
             assert_eq!((grant.base, grant.len, grant.region), (data + start, bytes, 3));
             assert!(grant.check(of(7), Right::Write, data + start, bytes).is_ok());
             assert!(grant.check(of(7), Right::Write, data + start, bytes + 1).is_err());

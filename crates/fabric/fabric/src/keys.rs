@@ -321,7 +321,7 @@ mod tests {
         slots.release_region(first);
         let claimed = |slots: &mut KeySlots, key| slots.allocate_region(Some(key));
         assert_eq!(claimed(&mut slots, key).unwrap(), (0, key), "a free slot");
-        assert!(claimed(&mut slots, key).is_err(), "it is in use");
+        assert!(claimed(&mut slots, key).is_err(), "the slot is in use");
         let last = Key(9 << INDEX_BITS | 2);
         assert_eq!(claimed(&mut slots, last).unwrap(), (2, last), "a slot that was never used");
         for wrong in [Key(0), Key(2), Key(9 << INDEX_BITS | 3), Key(1 << 31 | 9 << INDEX_BITS | 1)] {

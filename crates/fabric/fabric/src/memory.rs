@@ -206,7 +206,7 @@ impl Memory {
 
     /// Length in bytes.
     #[must_use]
-    #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
+    #[expect(clippy::len_without_is_empty, reason = "a memory is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
@@ -526,7 +526,7 @@ mod tests {
         let again = read_only.read_only_fd().unwrap();
         assert!(Memory::from_fd(again, 4096).is_err(), "the system refuses a writable mapping");
         let own = memory.fd().try_clone_to_owned().unwrap();
-        assert!(Memory::from_fd_read_only(own, 4097).is_err(), "it is checked like other memory");
+        assert!(Memory::from_fd_read_only(own, 4097).is_err(), "the length is checked as for other memory");
         memory.write(0, b"stays writable");
     }
 

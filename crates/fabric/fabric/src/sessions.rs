@@ -403,7 +403,7 @@ mod tests {
         tables.fence(Host(1), 1);
         peers.release(&all[1]);
         let mut notified = Vec::new();
-        assert_eq!(peers.send(Host(1), b"abc", &limits, &tables, |_| ()), 0, "it is too long");
+        assert_eq!(peers.send(Host(1), b"abc", &limits, &tables, |_| ()), 0, "the message is too long");
         assert_eq!(peers.send(Host(1), b"ab", &limits, &tables, |peer| notified.push(peer.own)), 1);
         assert_eq!(
             peers.send(Host(1), b"ab", &limits, &tables, |peer| notified.push(peer.own)),

@@ -60,7 +60,7 @@ struct Play {
     local: Arc<Memory>,
     endpoint: ReconnectingEndpoint,
     rng: Rng,
-    under_way: VecDeque<(u64, usize, Did)>,
+    in_flight: VecDeque<(u64, usize, Did)>,
     free_slots: Vec<usize>,
     /// The value of each word once all posted operations are done.
     words: [u64; WORDS],
@@ -98,7 +98,7 @@ impl Play {
             local,
             endpoint,
             rng: Rng::new(seed ^ 0xA11CE),
-            under_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             free_slots: (0..DEPTH).collect(),
             words: [0; WORDS],
             next: 0,
@@ -132,7 +132,7 @@ impl Play {
                 4..7 => (Did::Read { expected: self.words[word] }, Verb::Read { local, remote }),
                 _ => (Did::Count, Verb::FetchAdd { remote: self.remote_at(WORDS), add: 1 }),
             };
-            self.under_way.push_back((self.next, slot, did));
+            self.in_flight.push_back((self.next, slot, did));
             batch.push(Work { id: self.next, verb, signalled: true });
         }
         self.endpoint.post(&batch).expect("there are fewer than its depth");
@@ -142,8 +142,12 @@ impl Play {
         let mut done = Vec::new();
         self.endpoint.poll(&mut done, 64);
         for Completion { id, outcome } in done {
-            let at = self.under_way.iter().position(|(other, ..)| *other == id).expect("it was posted, once");
-            let (_, slot, did) = self.under_way.remove(at).expect("it is there");
+            let at = self
+                .in_flight
+                .iter()
+                .position(|(other, ..)| *other == id)
+                .expect("the operation was posted once");
+            let (_, slot, did) = self.in_flight.remove(at).expect("the operation is in flight");
             self.free_slots.push(slot);
             match (did, outcome) {
                 (Did::Read { expected }, Ok(_)) => {
@@ -197,7 +201,7 @@ impl Play {
         }
         self.fabric.restart_node(self.target.node());
         self.fabric.partition(WHO.host, self.target.node(), false);
-        while !self.under_way.is_empty() {
+        while !self.in_flight.is_empty() {
             self.poll();
             self.fabric.step();
         }
@@ -256,7 +260,7 @@ fn work_fails_at_once_without_waiting() {
     play.endpoint.poll(&mut done, 9);
     let away = |id| Completion { id, outcome: Err(WorkError::Away) };
     assert_eq!(done, [away(1), away(2), away(3)]);
-    assert!(!play.endpoint.is_broken(), "it may come back");
+    assert!(!play.endpoint.is_broken(), "the target may come back");
     play.fabric.restart_node(play.target.node());
     done.clear();
     play.local.write(0, &7_u64.to_le_bytes());

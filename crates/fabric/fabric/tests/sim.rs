@@ -217,7 +217,7 @@ fn a_waiting_target_plays_events_until_a_message_arrives() {
     let verb = Verb::Send { local: LocalSlice { key, offset: 0, len: 3 } };
     endpoint.post(&[Work { id: 0, verb, signalled: true }]).unwrap();
     target.wait(Duration::MAX);
-    let from = target.receive(&mut Vec::new()).expect("it has arrived");
+    let from = target.receive(&mut Vec::new()).expect("the message has arrived");
     assert!(target.reply(from.endpoint, b"hi"));
     target.wait(Duration::MAX);
     let mut out = Vec::new();

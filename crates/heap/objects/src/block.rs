@@ -70,7 +70,7 @@ impl Block {
     /// Number of slots.
     #[must_use]
     pub fn slots(&self) -> u32 {
-        u32::try_from(self.records.len()).expect("it was a u32")
+        u32::try_from(self.records.len()).expect("the number of slots is a u32")
     }
 
     /// Number of objects.

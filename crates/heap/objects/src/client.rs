@@ -303,7 +303,7 @@ impl HeapClient {
         }
         let staged = self.allocate(class.payload_bytes())?;
         let written = self.write_parts(staged, bytes, 0).and_then(|()| {
-            let bytes = u32::try_from(bytes.len()).expect("it fits into the object");
+            let bytes = u32::try_from(bytes.len()).expect("the bytes fit into the object");
             self.request_update(pointer, |pointer| Request::Replace { pointer, staged, bytes })
         });
         if written.is_err() {
@@ -317,7 +317,7 @@ impl HeapClient {
     fn write_parts(&mut self, mut pointer: Pointer, bytes: &[u8], from: usize) -> Result<(), ClientError> {
         let part_bytes = MESSAGE_PART_BYTES as usize;
         for (offset, part) in (from..).step_by(part_bytes).zip(bytes[from..].chunks(part_bytes)) {
-            let offset = u32::try_from(offset).expect("it is within the object");
+            let offset = u32::try_from(offset).expect("the offset is within the object");
             self.write_at(&mut pointer, offset, part)?;
         }
         Ok(())
@@ -460,7 +460,8 @@ impl HeapClient {
     }
 
     /// Whether reads look for a moved object in its block first, one-sidedly, before they ask the
-    /// service (§3.2.2). On by default; blocks of more than 16 KiB are never scanned.
+    /// service (§3.2.2). On by default. Over a network, blocks of more than 16 KiB are never
+    /// scanned.
     pub fn set_scans(&mut self, may_scan: bool) {
         self.may_scan = may_scan;
     }

@@ -226,7 +226,7 @@ impl Heap {
 
     fn add_restored(&mut self, id: BlockId, restored: RestoredBlock) {
         let RestoredBlock { frames, class, address, names, objects } = restored;
-        let shape = self.settings.classes.get(class).expect("it was restored with a class");
+        let shape = self.settings.classes.get(class).expect("a restored block has a class");
         let mut block = Block::new(address, class, shape.slots());
         names.iter().for_each(|(name, _)| block.add_name(*name));
         for (slot, record) in objects {
@@ -235,7 +235,8 @@ impl Heap {
             self.count_object(class, shape);
         }
         self.count_block(class, shape);
-        let worker = u16::try_from(id.0 % u32::from(self.settings.workers)).expect("it is below a u16");
+        let worker = u16::try_from(id.0 % u32::from(self.settings.workers))
+            .expect("the remainder is less than the number of workers");
         self.places.push(Some(BlockPlace { worker, frames }));
         self.workers[usize::from(worker)].add(id, block);
     }
@@ -335,7 +336,7 @@ impl Heap {
         };
         self.addresses.add_homed(placed.record.home);
         self.count_object(class, shape);
-        let place = self.places[placed.block.0 as usize].expect("it is in use");
+        let place = self.places[placed.block.0 as usize].expect("the block is in use");
         Ok(Allocated {
             address: placed.record.home.at(u64::from(placed.slot) * u64::from(shape.slot_bytes)),
             id: placed.record.id,
@@ -356,7 +357,7 @@ impl Heap {
             let BlockPlace { worker, frames } =
                 self.places[id_of_block.0 as usize].expect("an address names blocks in use");
             let Some(block) = self.workers[usize::from(worker)].block(id_of_block) else { continue };
-            let shape = self.settings.classes.get(block.class()).expect("it has a class");
+            let shape = self.settings.classes.get(block.class()).expect("the block has a class");
             let hint = u32::try_from(offset / u64::from(shape.slot_bytes)).unwrap_or(u32::MAX);
             if let Some(slot) = block.find(id, hint) {
                 let address = name.at(u64::from(slot) * u64::from(shape.slot_bytes));
@@ -388,12 +389,12 @@ impl Heap {
         let Located { worker, block, slot, frames, .. } = self.locate(address, id)?;
         let local = &mut self.workers[usize::from(worker)];
         let ObjectRecord { home, .. } = local.free(block, slot).ok_or(HeapError::NoObject)?;
-        let freed = local.block(block).expect("it was found there");
+        let freed = local.block(block).expect("locate has found the block there");
         let (class, is_empty) = (freed.class(), freed.live() == 0);
         if home != freed.address() {
             mover.rehome((frames, slot), None);
         }
-        let shape = self.settings.classes.get(class).expect("it has a class");
+        let shape = self.settings.classes.get(class).expect("the block has a class");
         self.uncount_object(class, shape);
         if self.addresses.remove_homed(home) {
             self.remove_name(home, mover);
@@ -413,10 +414,10 @@ impl Heap {
     pub fn release(&mut self, address: u64, id: u64, mover: &mut impl Mover) -> Result<u64, HeapError> {
         let Located { worker, block, slot, frames, .. } = self.locate(address, id)?;
         let local = &mut self.workers[usize::from(worker)];
-        let found = local.block(block).expect("it was found there");
-        let shape = self.settings.classes.get(found.class()).expect("it has a class");
+        let found = local.block(block).expect("locate has found the block there");
+        let shape = self.settings.classes.get(found.class()).expect("the block has a class");
         let next = found.address();
-        let last = local.rehome(block, slot, next).expect("it was found there");
+        let last = local.rehome(block, slot, next).expect("locate has found the block there");
         if last != next {
             mover.rehome((frames, slot), None);
             self.addresses.add_homed(next);
@@ -471,8 +472,8 @@ impl Heap {
 
     /// Removes a block without objects, with all addresses that name it.
     fn remove_block(&mut self, id: BlockId, mover: &mut impl Mover) {
-        let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("it is in use");
-        let block = self.workers[usize::from(worker)].remove(id).expect("it is this worker's");
+        let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("the block is in use");
+        let block = self.workers[usize::from(worker)].remove(id).expect("the block belongs to this worker");
         for name in block.names() {
             self.addresses.rename(*name, id, &[]);
             let rest = self.frames_of(*name);
@@ -481,7 +482,7 @@ impl Heap {
                 self.addresses.release(*name);
             }
         }
-        let shape = self.settings.classes.get(block.class()).expect("it has a class");
+        let shape = self.settings.classes.get(block.class()).expect("the block has a class");
         self.free_block(id, block.class(), shape, mover);
     }
 
@@ -508,7 +509,7 @@ impl Heap {
     }
 
     fn free_block(&mut self, id: BlockId, class: ClassId, shape: Class, mover: &mut impl Mover) {
-        let BlockPlace { frames, .. } = self.places[id.0 as usize].take().expect("it is in use");
+        let BlockPlace { frames, .. } = self.places[id.0 as usize].take().expect("the block is in use");
         mover.free(frames);
         self.frames.release(frames);
         self.free_ids.push(id);
@@ -525,7 +526,7 @@ impl Heap {
             return;
         }
         for id in named {
-            let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("it is in use");
+            let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("the block is in use");
             if let Some(block) = self.workers[usize::from(worker)].block_mut(id) {
                 block.remove_name(name);
             }
@@ -538,7 +539,7 @@ impl Heap {
     /// The memory of the blocks that an address names.
     fn frames_of(&self, name: BlockAddress) -> [Option<FrameRun>; 2] {
         let mut named = self.addresses.named(name);
-        let mut next = || Some(self.places[named.next()?.0 as usize].expect("it is in use").frames);
+        let mut next = || Some(self.places[named.next()?.0 as usize].expect("the block is in use").frames);
         [next(), next()]
     }
 

@@ -208,7 +208,7 @@ impl<W: HeapWords> Mover for Ledger<W> {
         let last = self.words.load(second_at);
         let (class, _) = decode_second(last);
         let (first, second) = (name_word(named[0]), second_word(class, named[1]));
-        // In this order no reader misses a block.
+        // In this order each block has a name at any time.
         if named[1].is_some() {
             self.words.store(second_at, second);
         }

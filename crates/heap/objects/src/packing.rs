@@ -100,8 +100,11 @@ impl Packer {
             self.forget(*id);
         }
         for SlotMove { from, into, to } in &merge.moves {
-            let record = source.remove(*from).expect("it was planned");
-            self.blocks.get_mut(&merge.into[*into]).expect("it is being packed").put(*to, record);
+            let record = source.remove(*from).expect("the plan moves objects of the source");
+            self.blocks
+                .get_mut(&merge.into[*into])
+                .expect("the destination is being packed")
+                .put(*to, record);
         }
         for id in &merge.into {
             let block = &self.blocks[id];

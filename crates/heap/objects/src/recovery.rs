@@ -245,7 +245,7 @@ impl<W: HeapWords> Recovery<'_, W> {
 
     /// Makes all addresses of the source name the destinations, and frees the source.
     fn complete_merge(&mut self, blocks: &mut Blocks, source: u32, into: &[u32]) {
-        let source = blocks.remove(&source).expect("it was found");
+        let source = blocks.remove(&source).expect("the source was found");
         for (name, _) in &source.names {
             let named = self.named(*name).into_iter().flatten();
             let mut next: Vec<u32> = Vec::with_capacity(3);

@@ -136,7 +136,7 @@ impl HeapLink for SharedLink {
         let Some(start) = self.translate(block).filter(fits) else { return Ok(None) };
         let header = |slot: u32| {
             let at = start + u64::from(slot) * u64::from(class.slot_bytes);
-            Header::from_word(self.data.load_u64(usize::try_from(at).expect("it is mapped")))
+            Header::from_word(self.data.load_u64(usize::try_from(at).expect("the heap's memory is mapped")))
         };
         let slot = (0..class.slots()).find(|slot| header(*slot).number() == Some(pointer.number));
         let address = slot.map(|slot| block.at(u64::from(slot) * u64::from(class.slot_bytes)));
@@ -147,7 +147,7 @@ impl HeapLink for SharedLink {
         let Some((class, block, offset)) = self.slot_of(pointer) else {
             return Ok(ReadVerdict::Elsewhere);
         };
-        debug_assert!(out.len() <= class.payload_bytes() as usize, "it was checked");
+        debug_assert!(out.len() <= class.payload_bytes() as usize, "the caller has checked the length");
         let began = now();
         self.check_service(began)?;
         let Some(start) = self.translate(block) else { return Ok(ReadVerdict::Elsewhere) };
@@ -155,7 +155,7 @@ impl HeapLink for SharedLink {
         if end.is_none() {
             return Ok(ReadVerdict::Elsewhere);
         }
-        let at = usize::try_from(start + offset).expect("it is mapped");
+        let at = usize::try_from(start + offset).expect("the heap's memory is mapped");
         let before = Header::from_word(self.data.load_u64(at));
         self.data.read(at + HEADER_BYTES as usize, out);
         // The bytes are read before the second header.

@@ -341,7 +341,7 @@ mod tests {
         assert!(addresses.remove_homed(address));
         addresses.release(address);
         assert_eq!(addresses.named(address).count(), 0);
-        assert_eq!(addresses.allocate(ClassId(8), 2, ids[3], 1), None, "it is of another class");
+        assert_eq!(addresses.allocate(ClassId(8), 2, ids[3], 1), None, "the address is of another class");
         let again = addresses.allocate(ClassId(7), 2, ids[3], 1);
         assert_eq!(again, Some(address), "addresses are used again");
         assert_eq!(addresses.counts(), (1, 1));

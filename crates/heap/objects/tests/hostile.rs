@@ -35,7 +35,7 @@ impl Random {
     }
 
     fn short(&mut self, bound: u32) -> u32 {
-        u32::try_from(self.below(bound.into())).expect("it is below a u32")
+        u32::try_from(self.below(bound.into())).expect("the bound is a u32")
     }
 
     fn chance(&mut self, of: u64) -> bool {
@@ -162,7 +162,7 @@ fn random_requests_harm_no_other_user() {
         let answer = ask(&service, HOSTILE, &request);
         let decoded = Answer::decode(&answer).expect("each request has a valid answer");
         if matches!(request, Request::Compact { .. } | Request::SetLimit { .. }) {
-            assert_eq!(decoded, Answer::Refused(Refused::Invalid), "it is no operator");
+            assert_eq!(decoded, Answer::Refused(Refused::Invalid), "the client is no operator");
         }
         let is_done = matches!(decoded, Answer::Pointer(..) | Answer::Bytes(..));
         done[usize::try_from(kind).expect("small")] += u32::from(is_done);
@@ -184,7 +184,7 @@ fn random_requests_harm_no_other_user() {
         }
     }
     assert!(done[..14].iter().all(|count| *count >= 20), "too little was carried out: {done:?}");
-    let report = service.report(HOSTILE).expect("it has a heap");
+    let report = service.report(HOSTILE).expect("the client has a heap");
     assert!(report.held_bytes <= report.limit_bytes && report.limit_bytes <= MEMORY_BYTES / 2, "{report:?}");
     // The other user's objects are unchanged, and there is room for more.
     for (pointer, stamp) in &honest {
@@ -204,8 +204,8 @@ fn random_requests_harm_no_other_user() {
 /// Makes the system fill every page of a heap that a program has mapped.
 fn fill(share: &HeapShare) {
     for fd in &share.fds {
-        let memory =
-            Memory::whole_revocable_read_only(fd.try_clone().expect("a descriptor")).expect("it is open");
+        let memory = Memory::whole_revocable_read_only(fd.try_clone().expect("a descriptor"))
+            .expect("the descriptor is open");
         (0..memory.len())
             .step_by(4096)
             .for_each(|at| assert_eq!(memory.load_u64(at) & 1, 0, "no object is there"));
@@ -214,7 +214,7 @@ fn fill(share: &HeapShare) {
 
 /// Bytes of memory that the objects of a heap take, by the system's count.
 fn allocated_bytes(share: &HeapShare) -> u64 {
-    rustix::fs::fstat(&share.fds[0]).expect("it is open").st_blocks.cast_unsigned() * 512
+    rustix::fs::fstat(&share.fds[0]).expect("the descriptor is open").st_blocks.cast_unsigned() * 512
 }
 
 #[test]
@@ -235,7 +235,7 @@ fn a_heap_that_reads_keep_filling_is_closed() {
         maintain_next();
         assert!(service.memory_bytes().0 >= MEMORY_BYTES / 2, "what was filled counts, up to the limit");
         maintain_next();
-        assert!(allocated_bytes(&share) < 1 << 20, "it is returned");
+        assert!(allocated_bytes(&share) < 1 << 20, "the memory is returned");
         assert!(service.memory_bytes().0 < 1 << 20);
         assert!(!share.is_closed());
     }
@@ -250,7 +250,7 @@ fn a_heap_that_reads_keep_filling_is_closed() {
     assert_eq!(checks.count(), 10);
     assert_eq!(allocated_bytes(&share), 0);
     assert!(
-        share.fds.iter().all(|fd| rustix::fs::fstat(fd).expect("it is open").st_size == 0),
+        share.fds.iter().all(|fd| rustix::fs::fstat(fd).expect("the descriptor is open").st_size == 0),
         "no page can be read"
     );
     for request in [Request::Open, Request::Allocate { bytes: 100 }] {

@@ -18,7 +18,7 @@ thread_local! {
     static BOOK: Memory = {
         let book = Book::new().expect("the system has memory");
         let fd = book.memory().fd().try_clone_to_owned().expect("the system has descriptors");
-        Memory::whole(fd).expect("it is sealed")
+        Memory::whole(fd).expect("the memory is sealed")
     };
 }
 
@@ -36,7 +36,7 @@ pub fn recover_book(bytes: &[u8]) -> bool {
     let memory = BOOK.with(|memory| {
         memory.write(0, &initial);
         let fd = memory.fd().try_clone_to_owned().expect("the system has descriptors");
-        Memory::whole(fd).expect("it is sealed")
+        Memory::whole(fd).expect("the memory is sealed")
     });
     let Ok(book) = Book::recover(memory) else { return false };
     assert!(book.end() <= EXTENTS_MAX, "a book has no entry {}", book.end());

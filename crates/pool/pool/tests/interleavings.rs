@@ -77,7 +77,7 @@ impl std::fmt::Debug for YieldingEndpoint {
 impl SharedNode {
     fn new(fault: ClientFault) -> Self {
         let layout = Layout::new(NODE.0, 1).expect("a layout");
-        let len = usize::try_from(layout.region_bytes()).expect("it is small");
+        let len = usize::try_from(layout.region_bytes()).expect("the number is small");
         let memory = Memory::create("interleavings", len).expect("memory");
         memory.write(0, &layout.encode());
         Self {
@@ -111,12 +111,12 @@ impl SharedNode {
 
     fn at(&self, remote: RemoteAddr) -> usize {
         assert_eq!(remote.key, REGION, "only metadata is accessed here");
-        usize::try_from(remote.addr - BASE).expect("it is inside")
+        usize::try_from(remote.addr - BASE).expect("the address is inside the memory")
     }
 
     /// Changes the owner of an extent's chunks, and asserts the owner before.
     fn change_owner(&self, extent: &Extent, from: u16, to: u16) {
-        let first = self.layout.chunk_of(extent.addr - BASE).expect("it is an extent");
+        let first = self.layout.chunk_of(extent.addr - BASE).expect("the address is an extent's");
         for chunk in first..first + extent.class.chunks() {
             let before = self.owners[chunk as usize].swap(to, SeqCst);
             assert_eq!(before, from, "chunk {chunk} goes from {from} to {to}");
@@ -125,9 +125,9 @@ impl SharedNode {
 
     /// Asserts that the extent's key is in its entry.
     fn assert_opened(&self, extent: &Extent) {
-        let chunk = self.layout.chunk_of(extent.addr - BASE).expect("it is an extent");
+        let chunk = self.layout.chunk_of(extent.addr - BASE).expect("the address is an extent's");
         let at = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
-        let at = usize::try_from(self.layout.word_at(at)).expect("it is inside");
+        let at = usize::try_from(self.layout.word_at(at)).expect("the address is inside the memory");
         let entry = KeyEntry(self.memory.atomic_u64(at).load(SeqCst));
         assert_eq!(entry, KeyEntry::open(extent.key, TENANT), "{extent:?}");
     }
@@ -135,7 +135,7 @@ impl SharedNode {
     fn execute(&self, verb: Verb, locals: &[StdArc<Memory>]) -> u64 {
         thread::yield_now();
         let local = |slice: LocalSlice| {
-            let offset = usize::try_from(slice.offset).expect("it is small");
+            let offset = usize::try_from(slice.offset).expect("the number is small");
             (&locals[slice.key.0 as usize], offset, slice.len as usize / 8)
         };
         match verb {
@@ -324,7 +324,7 @@ fn play(fault: ClientFault) {
         leak_detector.register_ledger(&ledger);
         threads.push(thread::spawn(move || {
             let mut client = scene.client(host, &leak_detector, u64::MAX);
-            run_worker(&scene, &mut client, name, &ledger).expect("it lives");
+            run_worker(&scene, &mut client, name, &ledger).expect("the worker's host lives");
         }));
     }
     let dying = Arc::clone(&scene);
@@ -335,12 +335,12 @@ fn play(fault: ClientFault) {
             thread::yield_now();
             true
         });
-        let freed = outcome.expect("the node lives").expect("it waits for the others");
+        let freed = outcome.expect("the node lives").expect("the scan waits for the others");
         assert_eq!(freed, Recovered::default(), "everything is in a ledger");
     }
-    threads.into_iter().for_each(|thread| thread.join().expect("it does not panic"));
+    threads.into_iter().for_each(|thread| thread.join().expect("no thread panics"));
     for extent in filled {
-        filler.free(extent).expect("it is ours");
+        filler.free(extent).expect("the extent is the filler's");
     }
     filler.refresh(NODE).expect("the node lives");
     assert_eq!(filler.free_bytes(NODE), filler.total_bytes(NODE), "something is lost");

@@ -40,7 +40,7 @@ pub(crate) struct Registration {
     region: *mut sys::ibv_mr,
     memory: Arc<Memory>,
     /// The registered mapping, if that is not the memory's own.
-    #[expect(dead_code, reason = "it is mapped for as long as it is kept")]
+    #[expect(dead_code, reason = "the field keeps the mapping")]
     view: Option<Arc<AliasMapping>>,
 }
 

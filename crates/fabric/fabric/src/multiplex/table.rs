@@ -95,7 +95,7 @@ impl WorkTable {
     /// Records an operation. Returns its identifier at the endpoint.
     pub fn insert(&mut self, user: usize, work: &Work) -> u64 {
         let at = self.free.pop().expect("the depths of all users together are the table's");
-        self.users[user].as_mut().expect("it posts").in_flight += 1;
+        self.users[user].as_mut().expect("a user that posts is in the table").in_flight += 1;
         self.posted += 1;
         self.entries[at] = Some(Entry { user, id: work.id, signalled: work.signalled, number: self.posted });
         at as u64
@@ -103,10 +103,10 @@ impl WorkTable {
 
     /// Passes a completion to its user, and wakes it unless it is `caller`.
     pub fn complete(&mut self, completion: &Completion, caller: Option<usize>) {
-        let at = usize::try_from(completion.id).expect("it is one of ours");
+        let at = usize::try_from(completion.id).expect("the table has chosen the id");
         let entry = self.entries[at].take().expect("an operation completes once");
         self.free.push(at);
-        let user = self.users[entry.user].as_mut().expect("it stays until its operations complete");
+        let user = self.users[entry.user].as_mut().expect("a user stays until its operations complete");
         user.in_flight -= 1;
         if user.is_dropped {
             if user.in_flight == 0 {
@@ -130,7 +130,7 @@ impl WorkTable {
 
     /// Appends up to `max` completions of a user; returns their number.
     pub fn drain_done(&mut self, user: usize, out: &mut Vec<Completion>, max: usize) -> usize {
-        let done = &mut self.users[user].as_mut().expect("it polls").done;
+        let done = &mut self.users[user].as_mut().expect("a user that polls is in the table").done;
         let count = done.len().min(max);
         out.extend(done.drain(..count));
         count

@@ -271,7 +271,7 @@ impl TcpEndpoint {
     }
 
     fn put_local(&mut self, local: LocalSlice) {
-        let from = self.local(local).expect("it was checked when it was posted");
+        let from = self.local(local).expect("the slice was checked when the work was posted");
         let (len, room) = (local.len as usize, padded(local.len));
         let at = self.requests.len();
         self.requests.reserve(room);

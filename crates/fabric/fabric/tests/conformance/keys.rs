@@ -73,9 +73,9 @@ pub fn foreign_keys_are_refused<H: Harness>() {
     assert_eq!(own.read(base, region.key, 8), Ok(8));
     assert_eq!(other_tenant.read(base, region.key, 8), REFUSED);
     assert_eq!(other_tenant.add(base, region.key, 1), REFUSED);
-    assert_eq!(other_host.read(base, region.key, 8), Ok(8), "its tenant may");
+    assert_eq!(other_host.read(base, region.key, 8), Ok(8), "the tenant may read");
     assert_eq!(own.read(base, for_host, 8), Ok(8));
-    assert_eq!(other_tenant.read(base, for_host, 8), Ok(8), "its host may");
+    assert_eq!(other_tenant.read(base, for_host, 8), Ok(8), "the host may read");
     assert_eq!(other_host.read(base, for_host, 8), REFUSED);
     assert_eq!(own.endpoint.regions()[0].key, region.key);
     assert_eq!(other_tenant.endpoint.regions(), [], "regions of others are not announced");

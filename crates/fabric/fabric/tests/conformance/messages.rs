@@ -116,7 +116,7 @@ pub fn a_reply_reaches_the_endpoint_that_asked<H: Harness>() {
         assert_eq!(client.send(b"taken"), Ok(5));
         assert!(receive_from(target).is_some());
     }
-    assert!(!target.reply(first.endpoint, &[1; 513]), "it is too long");
+    assert!(!target.reply(first.endpoint, &[1; 513]), "the message is too long");
     for _ in 0..LIMITS.receive_depth {
         assert!(target.reply(first.endpoint, b"x"));
     }
@@ -124,7 +124,7 @@ pub fn a_reply_reaches_the_endpoint_that_asked<H: Harness>() {
     assert!(target.reply(second.endpoint, b"x"), "another endpoint has room");
     assert!(!target.reply(EndpointNumber(u64::MAX), b"x"), "there is no such endpoint");
     target.fence(HOST, WHO.epoch);
-    assert!(!target.reply(second.endpoint, b"x"), "it is fenced");
+    assert!(!target.reply(second.endpoint, b"x"), "the endpoint is fenced");
 }
 
 pub fn numbers_of_endpoints_are_never_reused<H: Harness>() {
@@ -141,7 +141,7 @@ pub fn numbers_of_endpoints_are_never_reused<H: Harness>() {
         while target.endpoints() > 0 {
             harness.pass_time();
         }
-        assert!(!target.reply(from.endpoint, b"x"), "it is gone");
+        assert!(!target.reply(from.endpoint, b"x"), "the endpoint is gone");
         numbers.push(from.endpoint);
     }
 }

@@ -151,7 +151,7 @@ fn broken_connections_lose_and_double_nothing() {
     }
     assert_eq!(memory.atomic_u64(0).load(Ordering::SeqCst), rounds * 20);
     assert!(cuts() > CUTS_MIN, "the connections were cut {} times only", cuts());
-    assert_eq!(target.endpoints(), 1, "it was one session all along");
+    assert_eq!(target.endpoints(), 1, "the session was never replaced");
 }
 
 /// A sent message arrives once, and so does its answer.
@@ -182,7 +182,7 @@ fn drained_operations_do_not_take_effect() {
         assert!(client.endpoint.drain_handle().is_none(), "all operations are answered");
         relay.held.store(1, Ordering::SeqCst);
         client.endpoint.post(&[Work { id: 1, verb: add, signalled: true }]).unwrap();
-        let mut drain = client.endpoint.drain_handle().expect("it is not answered");
+        let mut drain = client.endpoint.drain_handle().expect("an operation is not answered");
         drop(client);
         if is_ended {
             drain.drain().expect("the target answers");
@@ -206,7 +206,7 @@ fn a_target_that_is_gone_is_not_waited_for() {
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::PeerGone));
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::Flushed));
     assert!(client.endpoint.is_broken());
-    let mut drain = client.endpoint.drain_handle().expect("its outcome is unknown");
+    let mut drain = client.endpoint.drain_handle().expect("the outcome of an operation is unknown");
     drain.drain().expect("the target is gone");
 }
 

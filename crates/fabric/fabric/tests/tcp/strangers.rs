@@ -129,7 +129,7 @@ fn a_replayed_handshake_fails() {
     stream.write_all(&recorded).unwrap();
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
-    assert!(answer.len() < 200, "it was answered with {} bytes", answer.len());
+    assert!(answer.len() < 200, "the target answered with {} bytes", answer.len());
     assert_eq!(target.endpoints(), before);
 }
 

@@ -83,7 +83,7 @@ impl Connection {
 
     /// Adds a READ of `len` bytes, from `skip` bytes behind `remote`, to the batch.
     pub(super) fn add_read(&mut self, id: u64, to: usize, len: usize, remote: RemoteAddr, skip: usize) {
-        let len = u32::try_from(len).expect("it fits into the memory");
+        let len = u32::try_from(len).expect("the part fits into the memory");
         let local = LocalSlice { key: self.local, offset: to as u64, len };
         let remote = RemoteAddr { addr: remote.addr + skip as u64, ..remote };
         self.batch.push(id, Verb::Read { local, remote });
@@ -161,7 +161,7 @@ impl Connection {
             read.verdict = ReadVerdict::Elsewhere;
             if let Some((class, remote)) = self.place(read.pointer) {
                 let len = read.out.len();
-                debug_assert!(len <= class.payload_bytes() as usize, "it was checked");
+                debug_assert!(len <= class.payload_bytes() as usize, "the caller has checked the length");
                 let (id, headers_at) = (count as u64, HEADERS_AT + 16 * count);
                 // In this order: the bytes between the two headers.
                 self.add_read(id, headers_at, 8, remote, 0);
@@ -199,7 +199,7 @@ impl Connection {
         if !self.is_done(place as u64)? {
             return Ok(ReadVerdict::Elsewhere);
         }
-        let class = self.classes.get(pointer.class).expect("it was found");
+        let class = self.classes.get(pointer.class).expect("the batch has only objects with a class");
         if took > read_time_max(class) {
             return Ok(ReadVerdict::Busy);
         }
@@ -217,7 +217,7 @@ impl HeapLink for Connection {
             return Err(Refused::TooLarge.into());
         }
         self.memory.write(0, &message);
-        let len = u32::try_from(message.len()).expect("it is within the limit");
+        let len = u32::try_from(message.len()).expect("the message is within the limit");
         let local = LocalSlice { key: self.local, offset: 0, len };
         self.batch.push(0, Verb::Send { local });
         self.complete()?;
@@ -247,7 +247,7 @@ impl HeapLink for Connection {
         let Some((_, remote)) = self.place(pointer).filter(|_| class.block_bytes() <= SCAN_BYTES_MAX) else {
             return Ok(None);
         };
-        let len = usize::try_from(class.block_bytes()).expect("it is small");
+        let len = usize::try_from(class.block_bytes()).expect("scanned blocks are small");
         let first = RemoteAddr { addr: remote.addr - offset, ..remote };
         self.add_read(0, PAYLOAD_AT, len, first, 0);
         self.complete()?;

@@ -284,7 +284,7 @@ impl HeapLink for DeviceLink {
             return Ok(None);
         };
         let (class, first) = (slot.class, Slot { offset: 0, ..slot });
-        let len = usize::try_from(class.block_bytes()).expect("it is small");
+        let len = usize::try_from(class.block_bytes()).expect("scanned blocks are small");
         self.reader.add_read(0, PAYLOAD_AT, len, self.at(&first), 0);
         self.reader.complete()?;
         if !self.reader.is_done(0)? {

@@ -7,7 +7,8 @@ use crate::mutation::Mutation;
 use crate::packing::{Merge, Packer};
 use crate::space::FrameRun;
 
-/// Blocks of each worker that are considered for each merge of a step. Bounds the time of a step.
+/// Emptiest blocks of each worker that are considered for each merge of a step, to bound its time.
+/// If none of them can be merged, the step considers all blocks.
 const BLOCKS_PER_MERGE: usize = 8;
 
 impl Heap {
@@ -49,7 +50,7 @@ impl Heap {
             merges += 1;
         }
         for (id, block) in packer.into_blocks() {
-            let worker = self.places[id.0 as usize].expect("it is in use").worker;
+            let worker = self.places[id.0 as usize].expect("the block is in use").worker;
             self.workers[usize::from(worker)].add(id, block);
         }
         (merges, are_all)
@@ -58,13 +59,13 @@ impl Heap {
     /// Carries out a merge: locks the source, copies its objects, makes its addresses name the
     /// destinations, and frees its memory.
     fn merge(&mut self, packer: &mut Packer, merge: &Merge, shape: Class, mover: &mut impl Mover) {
-        let frames = |id: BlockId| self.places[id.0 as usize].expect("it is in use").frames;
+        let frames = |id: BlockId| self.places[id.0 as usize].expect("the block is in use").frames;
         let source = frames(merge.source);
         let block = packer.block(merge.source).expect("the source is being packed");
         let objects: Vec<(u32, u64)> = block.objects().map(|(slot, record)| (slot, record.id)).collect();
-        let home_of = |slot: u32| block.record(slot).expect("it is moved").home;
+        let home_of = |slot: u32| block.record(slot).expect("the merge moves objects of the source").home;
         let into: Vec<FrameRun> = merge.into.iter().map(|id| frames(*id)).collect();
-        let owns = |at: usize| packer.block(merge.into[at]).expect("it is being packed").address();
+        let owns = |at: usize| packer.block(merge.into[at]).expect("the block is being packed").address();
         mover.begin_merge(source, &into);
         if !Mutation::MoveUnlocked.is_active() {
             mover.lock(source, &objects, shape);
@@ -89,7 +90,7 @@ impl Heap {
             self.addresses.rename(*name, merge.source, &merge.into);
             mover.map_address(*name, self.frames_of(*name));
             for id in &merge.into {
-                packer.block_mut(*id).expect("it is being packed").add_name(*name);
+                packer.block_mut(*id).expect("the block is being packed").add_name(*name);
             }
         }
         self.free_block(merge.source, emptied.class(), shape, mover);

@@ -44,7 +44,7 @@ impl Heap {
         let class = class.ok_or(HeapError::NoClass)?;
         let shape = self.settings.classes.get(class).filter(|shape| shape.is_single());
         let shape = shape.filter(|_| to.block != from.block).ok_or(HeapError::NoClass)?;
-        let address_of = |id: BlockId| self.block(id).expect("it was found").address();
+        let address_of = |id: BlockId| self.block(id).expect("the object's block was found").address();
         let (address, staged_address) = (address_of(to.block), address_of(from.block));
         mover.replace(&Replacement {
             number: ObjectNumber::new(target.1).ok_or(HeapError::NoObject)?,

@@ -188,7 +188,7 @@ mod tests {
         let calls = pool.calls.load(Relaxed);
         assert!(calls < 100, "{calls} calls");
         assert_eq!(budget.reserve(80_000), Err(Shortage::Full));
-        assert_eq!(budget.reserve(40_000), Ok(()), "it is in several steps");
+        assert_eq!(budget.reserve(40_000), Ok(()), "the reservation takes several steps");
     }
 
     #[test]

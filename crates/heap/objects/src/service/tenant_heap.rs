@@ -20,8 +20,8 @@ use super::report::{ClassReport, HeapReport};
 
 /// Most merges of one compaction step. Requests are answered between steps.
 pub(super) const MERGES_PER_STEP: u64 = 16;
-/// A class is compacted if its blocks have more than 1/`FRAGMENTATION_DIVISOR` bytes in addition to
-/// those of its slots in use.
+/// A class is compacted if the unused bytes of its blocks are more than 1/`FRAGMENTATION_DIVISOR`
+/// of the bytes of its slots in use.
 const FRAGMENTATION_DIVISOR: u64 = 8;
 /// Value of [`FRAGMENTATION_DIVISOR`] for a hot class.
 const HOT_FRAGMENTATION_DIVISOR: u64 = 1;
@@ -548,7 +548,7 @@ mod tests {
         assert_eq!(at(u32::MAX.into()), ObjectNumber::FIRST.get(), "there are no more numbers");
         let mut heap = create(2048);
         let first = heap.allocate(100, &[]).unwrap().number;
-        assert!(first.get() > at(1_700_000_000 + 60_000_000), "it is no number of a heap of last year");
+        assert!(first.get() > at(1_700_000_000 + 60_000_000), "a heap of last year has smaller numbers");
         let next = heap.allocate(100, &[]).unwrap().number;
         assert!(restart(heap).next > next.get(), "the next process continues with greater numbers");
     }
@@ -571,6 +571,6 @@ mod tests {
         heap.heap.release(root.address, root.number.get(), &mut heap.ledger).unwrap();
         let mut heap = restart(heap);
         (0..3).for_each(|_| heap.expire_released());
-        assert_eq!(root_of(&mut heap).number, root.number, "it is the same object");
+        assert_eq!(root_of(&mut heap).number, root.number, "the root is the same object");
     }
 }

@@ -173,7 +173,7 @@ pub fn pointers_stay_valid_through_a_compaction_and_memory_is_returned(node: &He
         assert_eq!(version_of(&out), (*object, 1));
         // A read that takes long is not valid, wherever the object is.
         let verdict = client.direct_read(pointer, &mut out).unwrap();
-        assert_ne!(verdict, ReadVerdict::Elsewhere, "it is corrected");
+        assert_ne!(verdict, ReadVerdict::Elsewhere, "the pointer is corrected");
         let is_old = client.write(&mut pointer, &bytes_of(*object, 2)).unwrap();
         if is_old {
             client.release(&mut pointer).unwrap();
@@ -300,7 +300,7 @@ pub fn large_objects_are_written_and_read_whole(node: &HeapNode) {
         assert_eq!(large_version(&out), 1);
         let old = pointer;
         client.write(&mut pointer, &large(len, 2)).unwrap();
-        assert_eq!(pointer, old, "its address is the same");
+        assert_eq!(pointer, old, "the object keeps its address");
         client.get(&mut pointer, &mut out).unwrap();
         assert_eq!(large_version(&out), 2);
         // The rest stays.
@@ -423,7 +423,7 @@ pub fn operations_end_with_completions(node: &HeapNode) {
     let queue = HeapQueue::new(node.client(OURS)).unwrap();
     let take = |id| {
         let end = queue.wait(Duration::from_secs(30)).unwrap();
-        assert_eq!(end.id, id, "they end in the order in which they began");
+        assert_eq!(end.id, id, "operations end in the order in which they began");
         end.result
     };
     assert!(queue.poll().is_none() && queue.wait(Duration::MAX).is_none(), "none was begun");

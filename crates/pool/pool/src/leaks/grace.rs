@@ -164,7 +164,7 @@ mod tests {
             scene.scan(fault);
         }
         for allocator in allocators {
-            allocator.join().expect("it does not panic");
+            allocator.join().expect("the allocator does not panic");
         }
     }
 

@@ -86,7 +86,7 @@ impl FreeOp {
     pub fn many(host: Host, grants: impl IntoIterator<Item = Grant>) -> Self {
         let (mut outcomes, mut waiting, mut at) = (Outcomes::new(), Extents::new(), None);
         for (index, grant) in grants.into_iter().enumerate() {
-            assert_eq!(*at.get_or_insert(word_of(grant)), word_of(grant), "they share a control word");
+            assert_eq!(*at.get_or_insert(word_of(grant)), word_of(grant), "the extents share a control word");
             let is_of_class = grant.key == Key(0) || grant.key.class() == Some(grant.class.k());
             let run = run_of(grant).filter(|_| is_of_class);
             outcomes.push(if run.is_some() { Ok(()) } else { Err(OpError::NotAllocated) });

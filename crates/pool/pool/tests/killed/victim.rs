@@ -55,16 +55,16 @@ pub struct Victim {
 }
 
 /// Starts a victim.
-#[expect(clippy::zombie_processes, reason = "it is waited for by its number: it may only be stopped")]
+#[expect(clippy::zombie_processes, reason = "the test waits by process id: the child may only be stopped")]
 pub fn start(reach: &FabricAddress, epoch: u64, step: usize, moment: StepMoment, end: VictimEnd) -> Victim {
     let arguments = format!("{} {} {epoch} {step} {moment:?} {end:?}", reach.provider(), reach.address());
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", super::VICTIM_TEST, "--nocapture"]).env(VARIABLE, arguments);
     command.stdout(Stdio::piped()).stdin(Stdio::piped());
-    let mut child = command.spawn().expect("it can be started");
+    let mut child = command.spawn().expect("this program can be started");
     let pid = Pid::from_raw(i32::try_from(child.id()).expect("a process")).expect("a process");
     let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-    Victim { pid, stdin: stdin.expect("it is piped"), stdout: stdout.expect("it is piped") }
+    Victim { pid, stdin: stdin.expect("the stream is piped"), stdout: stdout.expect("the stream is piped") }
 }
 
 /// The prefix of each output line with a granted extent.
@@ -81,11 +81,11 @@ fn report(extent: &Extent) {
 
 /// The extents that were granted to a victim, which must have ended or be stopped.
 pub fn granted(victim: &mut Victim) -> impl Iterator<Item = Extent> + use<> {
-    rustix::io::ioctl_fionbio(&victim.stdout, true).expect("it is a pipe");
+    rustix::io::ioctl_fionbio(&victim.stdout, true).expect("the output is a pipe");
     let mut output = Vec::new();
     // Reads to the end, or to the last byte that the victim has written.
     let _ = victim.stdout.read_to_end(&mut output);
-    let output = String::from_utf8(output).expect("it is text");
+    let output = String::from_utf8(output).expect("the output is text");
     let extents: Vec<Extent> = output.lines().filter_map(parse_granted).collect();
     extents.into_iter()
 }
@@ -123,7 +123,7 @@ pub fn run_if_started() {
 fn write_for_ever(client: &mut PoolClient) -> Result<(), PoolError> {
     let memory = Arc::new(Memory::create("data", DATA_BYTES).expect("memory"));
     memory.write(0, &[0xee; DATA_BYTES]);
-    let local = client.endpoint(NODE).expect("it is connected").register_local(memory).expect("room");
+    let local = client.endpoint(NODE).expect("the node is connected").register_local(memory).expect("room");
     let section = client.allocate(NODE, SizeClass::SECTION)?;
     report(&section);
     while client.endpoint(NODE).is_some_and(|endpoint| !endpoint.is_broken()) {
@@ -138,7 +138,7 @@ fn write_for_ever(client: &mut PoolClient) -> Result<(), PoolError> {
 fn run_script(client: &mut PoolClient) -> Result<(), PoolError> {
     let memory = Arc::new(Memory::create("data", DATA_BYTES).expect("memory"));
     memory.write(0, &[0xee; DATA_BYTES]);
-    let endpoint = client.endpoint(NODE).expect("it is connected");
+    let endpoint = client.endpoint(NODE).expect("the node is connected");
     let local = endpoint.register_local(memory).expect("room");
     let allocate = |client: &mut PoolClient, k: u8| -> Result<Extent, PoolError> {
         let extent = client.allocate(NODE, SizeClass::new(k).expect("a class"))?;
@@ -186,7 +186,7 @@ fn run_script(client: &mut PoolClient) -> Result<(), PoolError> {
 
 /// Writes an extent, and ignores the outcome.
 fn write(client: &mut PoolClient, extent: &Extent, key: LocalKey) {
-    let endpoint = client.endpoint(NODE).expect("it is connected");
+    let endpoint = client.endpoint(NODE).expect("the node is connected");
     let len = u32::try_from(extent.class.bytes()).expect("2 MiB at most");
     let verb = Verb::Write {
         local: LocalSlice { key, offset: 0, len },
@@ -211,7 +211,7 @@ struct EndingEndpoint {
 
 impl EndingEndpoint {
     fn end(&self) {
-        kill_process(getpid(), self.signal).expect("it is this process");
+        kill_process(getpid(), self.signal).expect("the signal is for this process");
         // The signal may be delivered to another thread first.
         let _ended = std::io::stdin().read(&mut [0]);
     }

@@ -91,8 +91,9 @@ impl WordDamage {
         };
         let place = self.place % table.len();
         let word = &mut table[place];
-        let run =
-            |first: u8, order: u8| AlignedRun::new(first >> order << order, order).expect("it is aligned");
+        let run = |first: u8, order: u8| {
+            AlignedRun::new(first >> order << order, order).expect("the run is aligned")
+        };
         *word = match self.how {
             WordChange::Set(value) => value,
             WordChange::Flip(bit) => *word ^ 1 << bit,
@@ -122,7 +123,7 @@ fn run<M: StateMachine>(
             Step::Post(action) => step = words.execute(&mut op, cache, &action),
         }
     }
-    panic!("it does not end");
+    panic!("the operation does not end");
 }
 
 proptest! {

@@ -78,7 +78,7 @@ impl TcpEndpoint {
             used += 1;
             room += ANSWER_BYTES;
             if let Some(local) = *read {
-                let to = self.local(local).expect("it was checked when it was posted");
+                let to = self.local(local).expect("the slice was checked when the work was posted");
                 places[used] = libc::iovec { iov_base: to.cast(), iov_len: local.len as usize };
                 used += 1;
                 room += local.len as usize;
@@ -142,7 +142,7 @@ impl TcpEndpoint {
     /// the input buffer.
     fn handle_partial(&mut self, local: LocalSlice, came: usize) {
         let whole = came & !7;
-        let from = self.local(local).expect("it was checked when it was posted");
+        let from = self.local(local).expect("the slice was checked when the work was posted");
         for at in whole..came {
             // SAFETY: `came` is less than the range that `local` proved.
             self.input[at - whole] = unsafe { from.add(at).read() };
@@ -158,7 +158,7 @@ impl TcpEndpoint {
             let head = self.plan.heads[at];
             self.gather_range(head.as_bytes().as_ptr(), ANSWER_BYTES, left);
             if let Some(local) = self.plan.reads[at] {
-                let from = self.local(local).expect("it was checked when it was posted");
+                let from = self.local(local).expect("the slice was checked when the work was posted");
                 self.gather_range(from, local.len as usize, left);
             }
         }

@@ -65,7 +65,7 @@ pub(super) fn endpoint(memory: &Arc<Memory>) -> (TcpEndpoint, UnixStream) {
     let credential = Credential::Member(ClusterKey([0; 32]));
     let parts = (address, credential, who, ConnectOptions::default());
     let mut endpoint = TcpEndpoint::over(TcpStream::from(OwnedFd::from(near)), None, welcome, parts);
-    endpoint.locals.add(Arc::clone(memory), 1).expect("it is the first");
+    endpoint.locals.add(Arc::clone(memory), 1).expect("the memory is the first");
     let remote = RemoteAddr { addr: 0, key: Key(1) };
     let read = |(offset, len)| Verb::Read { local: LocalSlice { key: LocalKey(1), offset, len }, remote };
     let verbs = [
@@ -162,7 +162,7 @@ pub fn handle(bytes: &[u8]) -> bool {
 #[must_use]
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let answer = |outcome, data: &[u8]| {
-        let len = u32::try_from(data.len()).expect("it is short");
+        let len = u32::try_from(data.len()).expect("the data is short");
         let mut bytes = AnswerHead::new(wire::ANSWER, outcome, len).as_bytes().to_vec();
         bytes.extend_from_slice(data);
         bytes.resize(bytes.len().next_multiple_of(8), 0);
