@@ -109,7 +109,7 @@ impl HeapBytes {
             let map = UnitMap {
                 words: Arc::clone(&self.names),
                 at: usize::try_from(self.layout.names_before(order) * 8).expect("the names are mapped"),
-                units: addresses_max(self.layout.frames_max(), u8::try_from(order).expect("orders are small")),
+                units: addresses_max(self.layout.frames_max(), u8::try_from(order).expect("a small order")),
                 unit_bytes: FRAME_BYTES << order,
             };
             let plain = Registration::plain(Arc::clone(&self.data), Access::READ, scope);

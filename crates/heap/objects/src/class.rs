@@ -155,7 +155,7 @@ impl Classes {
                 let mut of_size = orders(slot_bytes).map(|order| Class { slot_bytes, order });
                 of_size.find(|class| class.suits(needed))
             });
-            // Large slots in small blocks never suit. Then the waste is larger.
+            // With large slots in small blocks no class may suit. Then the waste is larger.
             let any = Class { slot_bytes: smallest, order: *orders(smallest).start() };
             let class = suiting.last().unwrap_or(any);
             if class.slots() == 0 {

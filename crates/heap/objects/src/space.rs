@@ -32,7 +32,7 @@ impl FrameRun {
 const RUN_ORDERS: usize = BLOCK_ORDERS;
 
 /// Allocates runs of frames, by the buddy system. A run whose length is no power of two leaves the
-/// rest of its buddy free.
+/// rest of that power of two free.
 #[derive(Clone, Debug)]
 pub struct Frames {
     /// The free runs of each size.
