@@ -7,8 +7,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Decides which occurrences of a repeated failure are logged: the first, then one a minute.
 ///
-/// A success in between changes nothing, so that a failure that comes and goes is bounded, too.
-/// Pure: time is an argument.
+/// A success in between changes nothing, so that the log of an intermittent failure is bounded,
+/// too. Pure: time is an argument.
 #[derive(Debug, Default)]
 pub struct FailureLog {
     logged_at: Option<Instant>,

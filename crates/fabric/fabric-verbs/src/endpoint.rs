@@ -1,5 +1,5 @@
-//! The initiator's end. Work goes to the device in order, as soon as the device keys of its ranges
-//! are known.
+//! The initiator's end. Work is posted to the device in order, as soon as the device keys of its
+//! ranges are known.
 
 mod pump;
 mod recovery;

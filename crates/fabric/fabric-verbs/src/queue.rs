@@ -113,8 +113,8 @@ impl WorkQueue {
         self.atomics_until = 0;
     }
 
-    /// Fails all work without an outcome. The first gets the cause, the others are flushed. Returns
-    /// whether there was any.
+    /// Fails all work without an outcome. The first fails with the cause, the others are flushed.
+    /// Returns whether there was any.
     pub fn fail_all(&mut self, cause: WorkError) -> bool {
         let mut cause = Some(cause);
         for entry in &mut self.entries {

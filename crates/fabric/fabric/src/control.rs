@@ -296,7 +296,7 @@ impl ControlMemory {
         self.memory.atomic_u64(at + SERIAL_IN).store(serial, Ordering::Release);
     }
 
-    /// Removes a region whose keys are all unbound. An endpoint forgets its memory before its next
+    /// Removes a region whose keys are all unbound. An endpoint unmaps the region before its next
     /// access. Drain before the slot is published again.
     pub fn remove_region(&self, region: usize) {
         self.memory.atomic_u64(self.region_at(region) + SERIAL_IN).store(0, Ordering::SeqCst);

@@ -26,7 +26,7 @@ pub const ROW_ENTRIES: u64 = 544;
 /// The greatest class. A run has 4 KiB · 2^class bytes.
 pub const CLASS_MAX: u8 = 9;
 
-/// From this class on, the entry of a run is that of its first 128 KiB.
+/// The least class of runs whose entry is that of their first 128 KiB.
 const MIDDLE_CLASS: u8 = 5;
 const MIDDLE_FIRST: u64 = 16;
 const PAGES_FIRST: u64 = 32;

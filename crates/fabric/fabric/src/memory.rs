@@ -422,9 +422,9 @@ impl std::fmt::Debug for Memory {
 
 /// Copies between memories that other threads or processes may be writing.
 ///
-/// A copy of at most 256 aligned bytes goes word by word. A reader that races with an atomic then
-/// sees the word before or after it, never a mixture. The pool reads its words by plain READs and
-/// depends on this.
+/// A copy of at most 256 aligned bytes is made word by word. A reader that races with an atomic
+/// then sees the word before or after it, never a mixture. The pool reads its words by plain READs
+/// and depends on this.
 ///
 /// # Safety
 /// Both ranges must be mapped for the whole call.

@@ -61,7 +61,7 @@ pub enum AfterFence {
     Fail,
 }
 
-/// An endpoint that reconnects when its target comes back.
+/// An endpoint that reconnects when its target returns.
 #[derive(Debug)]
 pub struct ReconnectingEndpoint {
     state: ReconnectState,
@@ -93,7 +93,7 @@ pub struct ReconnectingEndpoint {
 enum ReconnectState {
     Connected(Box<dyn Endpoint>),
     Away(ReconnectAttempts),
-    /// The target does not come back or refuses this host. Posted work gets the error.
+    /// The target does not return, or refuses this host. Posted work fails with the error.
     Failed(Option<ReconnectAttempts>, WorkError),
 }
 
@@ -322,7 +322,7 @@ impl ReconnectingEndpoint {
     }
 
     /// Registers all local memory with a new endpoint. Returns the endpoint if it is to the same
-    /// memory and gives the same local keys.
+    /// memory and assigns the same local keys.
     fn attach(&mut self, mut endpoint: Box<dyn Endpoint>) -> Option<Box<dyn Endpoint>> {
         if self.regions != endpoint.regions() {
             return None;
@@ -451,7 +451,7 @@ impl Endpoint for ReconnectingEndpoint {
         if let ReconnectState::Connected(endpoint) = &mut self.state {
             endpoint.register_local(Arc::clone(&memory))?;
         }
-        // Providers number local keys from one, so that another endpoint gives the same keys.
+        // Providers number local keys from one, so that another endpoint assigns the same keys.
         self.locals.add(memory, self.limits.local_regions_max)
     }
 

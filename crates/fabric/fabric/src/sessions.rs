@@ -32,7 +32,7 @@ struct Outbox {
     untaken: VecDeque<Vec<u8>>,
     /// Number of messages that the initiator has taken since the session began.
     taken: u64,
-    /// Number of messages given to a connection, taken ones included.
+    /// Number of messages that were passed to a connection, taken ones included.
     sent: u64,
 }
 

@@ -164,8 +164,7 @@ impl SimFabric {
         self.world.lock().stop_node(node, is_stopped);
     }
 
-    /// With [`SimOptions::step_on_poll`], plays no event after this time when an endpoint is
-    /// polled.
+    /// Sets the time after which polls play no event, with [`SimOptions::step_on_poll`].
     pub fn limit_polls(&self, until_ns: u64) {
         self.world.lock().polled_until_ns = until_ns;
     }

@@ -272,9 +272,9 @@ pub trait Target: Send + Sync + std::fmt::Debug {
 
 /// Answers messages in the thread of a target that receives them.
 ///
-/// A message is answered without a wake-up of another thread, and the answer goes to the endpoint
-/// that sent it. Meanwhile the thread serves no other endpoint, so a handler must not wait for the
-/// target, such as in [`Target::invalidate`].
+/// A message is answered without a wake-up of another thread, and the answer is sent to the
+/// endpoint that sent it. Meanwhile the thread serves no other endpoint, so a handler must not wait
+/// for the target, such as in [`Target::invalidate`].
 pub trait MessageHandler: Send + Sync + std::fmt::Debug {
     /// Handles a message of an initiator, and appends the answer to `answer`, which is empty.
     fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>);

@@ -134,7 +134,7 @@ pub enum WorkError {
     /// The peer did not answer in time. Whether the operation took effect is unknown.
     #[error("the peer did not answer in time")]
     Timeout,
-    /// The peer is away and may come back with its memory; then the endpoint resumes by itself (see
+    /// The peer is away and may return with its memory; then the endpoint resumes by itself (see
     /// [`crate::reconnecting`]). Whether the operation took effect is unknown. It will not take
     /// effect later.
     #[error("the peer is away")]

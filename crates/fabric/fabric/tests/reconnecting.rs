@@ -366,7 +366,7 @@ fn work_of_a_fenced_host_fails_at_once() {
     assert!(play.endpoint.is_broken());
 }
 
-/// The completions of three READs that a target gets after it has fenced the host.
+/// The completions of three READs that are posted after the target has fenced the host.
 fn ends_after_fence(play: &mut Play) -> Vec<Completion> {
     play.target.fence(WHO.host, WHO.epoch);
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };

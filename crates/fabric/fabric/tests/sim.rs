@@ -1,4 +1,4 @@
-//! Guarantees that only the simulated fabric gives: replay, reordering, and crashes that leave
+//! Tests of guarantees of the simulated fabric alone: replay, reordering, and crashes that leave
 //! prefixes.
 
 use std::collections::HashSet;

@@ -125,7 +125,7 @@ impl HeapAccess {
 }
 
 /// Asks the agent at `socket` for access to the heap of this process' user, on a node or on one
-/// that the agent chooses. If the heap is on this machine, its descriptors come with the answer.
+/// that the agent chooses. If the heap is on this machine, the answer carries its descriptors.
 ///
 /// # Errors
 /// If there is no agent, or it refuses.

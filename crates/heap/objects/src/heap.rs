@@ -68,7 +68,7 @@ pub enum HeapError {
     NoClass,
 }
 
-/// Where an object is.
+/// The place of an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Located {
     /// The worker whose block it is in.

@@ -1,4 +1,4 @@
-//! Steps of the heap that the simulator breaks, to show that it notices.
+//! The mutations of the heap: steps that a test breaks, to show that the simulator detects it.
 
 aquifer_mutation::mutations! {
     /// A step that can be broken.

@@ -42,7 +42,7 @@ pub enum Damage {
 /// The restored state of a heap.
 #[derive(Debug)]
 pub struct Restored {
-    /// For each block size the classes of all addresses that were ever used.
+    /// The classes of all addresses that were ever used, for each block size.
     pub addresses: [Vec<ClassId>; BLOCK_ORDERS],
     /// The blocks with objects, in the order of their frames.
     pub blocks: Vec<RestoredBlock>,

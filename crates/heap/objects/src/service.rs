@@ -73,7 +73,7 @@ pub enum OpenHeapError {
     Ended,
 }
 
-/// Record of a heap for the next process, which gets it with the heap's memory.
+/// Record of a heap, which the next process receives with the heap's memory.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HeapRecord {
     /// The number of the heap on its node.

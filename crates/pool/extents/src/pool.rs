@@ -53,7 +53,7 @@ pub(crate) struct ConnectedPool {
     quota_bytes: Option<u64>,
     client: PoolClient,
     ring: Arc<Memory>,
-    /// For each connected node, the key of the ring's memory at the node's endpoint.
+    /// The key of the ring's memory at the endpoint of each connected node.
     ring_keys: BTreeMap<NodeId, LocalKey>,
     failed: BTreeMap<NodeId, FailedConnection>,
     /// Nodes whose connection has broken since [`ExtentPool::drain_lost_nodes`].

@@ -25,20 +25,20 @@ pub(crate) const NO_RECORD: u32 = u32::MAX;
 pub struct NodeCache {
     sections: Vec<SectionWord>,
     spans: Vec<SpanWord>,
-    /// For each section, a bit for each span that was seen ready (A0) since the section had its
-    /// cached word.
+    /// The spans that were seen ready (A0), a bit for each span of a section, since the section had
+    /// its cached word.
     ready: Vec<u16>,
-    /// For each word, the record that may be overwritten, because it is in the full log or is not
+    /// The record of each word that may be overwritten, because it is in the full log or is not
     /// needed any more. 0 if there is none.
     saved_section_records: Vec<u32>,
     saved_span_records: Vec<u32>,
-    /// For each section, a bit for each span that this client has filled without setting its full
-    /// hint. Cleared when another client has changed the section's word.
+    /// The spans, a bit for each span of a section, that this client has filled without setting its
+    /// full hint. Cleared when another client has changed the section's word.
     unhinted_full: Vec<u16>,
-    /// For each section, a bit for each span whose owner is known. For an open span this holds as
-    /// long as the span's word is as cached, otherwise as long as the section's word is.
+    /// The spans whose owner is known, a bit for each span of a section. For an open span this
+    /// holds as long as the span's word is as cached, otherwise as long as the section's word is.
     owner_known: Vec<u16>,
-    /// For each section, a bit for each span whose owner is another tenant.
+    /// The spans whose owner is another tenant, a bit for each span of a section.
     foreign: Vec<u16>,
     tenant: Tenant,
     numbers: NumberSource,
@@ -375,7 +375,7 @@ impl NodeCache {
     }
 }
 
-/// Where in a node the searches of a client begin, in units of 2^-64 of the node.
+/// The place in a node at which the searches of a client begin, in units of 2^-64 of the node.
 ///
 /// Hosts with consecutive numbers begin far apart, and so do clients of one host. The results are
 /// the fractional parts of multiples of the golden ratio (hosts) and of the square root of 2

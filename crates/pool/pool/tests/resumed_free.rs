@@ -49,7 +49,7 @@ fn a_leak_scan_frees_an_extent_whose_key_a_late_operation_has_revoked() {
     dead.add_node(NODE, connect()).expect("a good node");
     let [extent, kept] = [(); 2].map(|()| dead.allocate(NODE, SizeClass::CHUNK).expect("room"));
     let record = dead.last_record(kept);
-    // Another allocation in the span gives the word another record.
+    // Another allocation in the span changes the record of the word.
     let other = dead.allocate(NODE, SizeClass::CHUNK).expect("room");
 
     let layout = node_memory.layout;

@@ -39,7 +39,7 @@ pub fn respond<S: Read + Write>(stream: S, key: &ClusterKey) -> Result<SecureCha
 /// the ticket has expired is not checked.
 ///
 /// # Errors
-/// The errors of [`respond`]. A peer that is not admitted gets the answer to a wrong key.
+/// The errors of [`respond`]. A peer that is not admitted receives the answer to a wrong key.
 pub fn respond_to<S: Read + Write>(
     stream: S,
     key: &ClusterKey,

@@ -14,7 +14,7 @@ pub(super) struct WorkTable {
     /// Identifiers that are free.
     free: Vec<usize>,
     users: Vec<Option<User>>,
-    /// Number of operations so far, from which each operation gets a number of its own.
+    /// Number of operations so far, which is the number of the last operation.
     posted: u64,
     local_memories: usize,
 }

@@ -22,7 +22,7 @@ pub enum ReconnectOutcome {
     Connected(Box<dyn Endpoint>),
     /// The target is not back yet.
     Retry,
-    /// The target will not come back, or came back without its memory.
+    /// The target will not return, or has returned without its memory.
     Gone,
     /// The target has fenced this host.
     Fenced,

@@ -315,7 +315,7 @@ fn a_handler_answers_the_endpoint_that_asked() {
     const ROUNDS: u32 = 200;
     let (target, _memory, _region) = node(TcpOptions::default());
     target.answer_messages(Arc::new(Echo));
-    // Both endpoints are of one host. Only the endpoint that asks gets the answer.
+    // Both endpoints are of one host. Only the endpoint that asks receives the answer.
     let (mut asking, mut other) = (client(target.address()), client(target.address()));
     for round in 0..ROUNDS {
         let text = round.to_le_bytes();

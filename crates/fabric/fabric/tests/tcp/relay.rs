@@ -163,7 +163,7 @@ fn exchange(target: &TcpTarget, client: &mut super::TcpClient, round: u64) {
     assert_eq!(target.send(WHO.host, &message), 1);
     let mut answer = Vec::new();
     while !client.endpoint.receive(&mut answer) {
-        // An idle endpoint notices the broken connection when it is used.
+        // An idle endpoint detects the broken connection when it is used.
         let _ = client.endpoint.poll(&mut Vec::<Completion>::new(), 1);
         std::thread::yield_now();
     }
@@ -210,8 +210,8 @@ fn a_target_that_is_gone_is_not_waited_for() {
     drain.drain().expect("the target is gone");
 }
 
-/// A host that is fenced while its connection is broken gets that error, also for operations that
-/// it posts afterwards.
+/// A host that is fenced while its connection is broken receives that error, also for operations
+/// that it posts afterwards.
 #[test]
 fn a_fence_is_distinguished_from_a_broken_connection() {
     for is_idle in [false, true] {
@@ -227,7 +227,7 @@ fn a_fence_is_distinguished_from_a_broken_connection() {
         target.fence(WHO.host, WHO.epoch);
         relay.cut();
         relay.held.store(0, Ordering::SeqCst);
-        // An idle endpoint notices the broken connection when its user waits.
+        // An idle endpoint detects the broken connection when its user waits.
         while is_idle && !client.endpoint.is_broken() {
             client.endpoint.wait(std::time::Duration::from_millis(1));
             assert_eq!(client.endpoint.poll(&mut Vec::<Completion>::new(), 1), 0);

@@ -17,16 +17,16 @@ pub type Connect = Box<dyn FnMut() -> Result<HeapRoute, AccessError> + Send>;
 /// A route to a heap.
 #[derive(Debug)]
 pub enum HeapRoute {
-    /// Over a network.
+    /// A connection over a network.
     Remote(Box<dyn Endpoint>),
-    /// Over a network, with reads by a device.
+    /// A connection over a network, with reads by a device.
     Device {
         /// The endpoint for requests.
         control: Box<dyn Endpoint>,
         /// The endpoint for reads.
         device: Box<dyn Endpoint>,
     },
-    /// On this machine.
+    /// The heap's memory on this machine.
     Shared(SharedHeap),
 }
 

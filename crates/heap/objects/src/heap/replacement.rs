@@ -1,4 +1,4 @@
-//! Replacement of a large object by another one, whose block and bytes it gets.
+//! Replacement of a large object's bytes and block by those of another object.
 
 use super::{Heap, HeapError, Mover};
 use crate::block::{Block, BlockId, ObjectRecord};
@@ -7,7 +7,8 @@ use crate::header::ObjectNumber;
 use crate::pointer::BlockAddress;
 use crate::space::FrameRun;
 
-/// A large object that gets the bytes of another one, by an exchange of their blocks.
+/// The replacement of a large object's bytes by those of another one, by an exchange of their
+/// blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Replacement {
     /// The object.

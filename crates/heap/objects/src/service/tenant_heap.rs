@@ -56,7 +56,7 @@ pub(super) struct TenantHeap {
     overuses: u32,
     merges: u64,
     corrections: u64,
-    /// For each class, the number of its frees when no blocks could be merged any more.
+    /// The number of a class's frees when no blocks could be merged any more, for each class.
     unmergeable_at_frees: Vec<Option<u64>>,
     heat: Heat,
 }

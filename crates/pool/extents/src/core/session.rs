@@ -94,7 +94,7 @@ pub(crate) struct SessionCore<P> {
     key_tries: KeyTries,
     /// Transfers of the requests that are being answered.
     transfers: Vec<Transfer>,
-    /// For each transfer: the index of its answer, and whether the session does not know the key.
+    /// The index of the answer of each transfer, and whether its key is unknown to the session.
     transfer_answers: Vec<(usize, bool)>,
 }
 

@@ -41,7 +41,7 @@ pub(super) enum ReadyProgress {
     Done,
     /// Cached words were out of date. They are cached as found.
     Overtaken,
-    /// Some spans belong to another tenant, which was not known.
+    /// A span belongs to another tenant, which was not known.
     Foreign,
 }
 

@@ -216,8 +216,8 @@ impl StretchOp {
         self.post(StretchState::Ending, record)
     }
 
-    /// Frees the sections that were allocated. The last one gets its key first, because K expects a
-    /// key.
+    /// Frees the sections that were allocated. The key of the last one is written first, because K
+    /// expects a key.
     fn roll_back(&mut self, cache: &mut NodeCache, record: Action, failure: Option<OpError>) -> Step<Grant> {
         if record.is_empty() {
             return self.free_last(cache, failure);

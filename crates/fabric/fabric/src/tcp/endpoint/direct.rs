@@ -1,7 +1,7 @@
 //! Receives the answers to READs directly into local memory, which saves one copy.
 //!
 //! If all requests succeed, the layout of the answers is known: heads, and the bytes of READs, in
-//! the order of the requests. The kernel is given these places to fill. If the target sends
+//! the order of the requests. The kernel fills these places directly. If the target sends
 //! something else, such as an error or a message, the received bytes are gathered and handled
 //! as ordinary input.
 
@@ -138,8 +138,8 @@ impl TcpEndpoint {
         }
     }
 
-    /// Handles a READ of which a part has arrived: whole words stay in place, and the rest goes to
-    /// the input buffer.
+    /// Handles a READ of which a part has arrived: whole words stay in place, and the rest is moved
+    /// to the input buffer.
     fn handle_partial(&mut self, local: LocalSlice, came: usize) {
         let whole = came & !7;
         let from = self.local(local).expect("the slice was checked when the work was posted");
