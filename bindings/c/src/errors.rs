@@ -141,7 +141,7 @@ pub(crate) fn heap_errno(error: &ClientError) -> c_int {
         ClientError::Refused(Refused::Invalid) => EINVAL,
         ClientError::Refused(Refused::Closed) => EDQUOT,
         ClientError::Connection(_) => ECONNRESET,
-        ClientError::Silent => ETIMEDOUT,
+        ClientError::Timeout => ETIMEDOUT,
         ClientError::Access(_) | ClientError::Endpoint(_) | ClientError::TooShallow => ENOTCONN,
         ClientError::Answer => EIO,
     }

@@ -304,7 +304,7 @@ fn golden_errors() {
         ("changed", ClientError::Refused(Refused::Changed)),
         ("invalid", ClientError::Refused(Refused::Invalid)),
         ("closed", ClientError::Refused(Refused::Closed)),
-        ("silent", ClientError::Silent),
+        ("silent", ClientError::Timeout),
         ("invalid answer", ClientError::Answer),
     ];
     for (name, error) in errors {

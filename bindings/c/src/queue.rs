@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
-use aquifer_objects::client::queue::{HeapQueue, Operation, OperationEnd};
+use aquifer_objects::client::queue::{HeapQueue, Operation, OperationCompletion};
 use parking_lot::Mutex;
 
 use crate::errors::{self, heap_errno, invalid_argument, store_text};
@@ -54,7 +54,7 @@ impl CQueue {
     ///
     /// # Safety
     /// The buffers of all reads whose completion was not taken are writable.
-    unsafe fn finish(&self, end: OperationEnd) -> Option<CEnd> {
+    unsafe fn finish(&self, end: OperationCompletion) -> Option<CEnd> {
         let PendingOperation { user, out: (buffer, len) } = self.pending.lock().remove(&end.id)?;
         Some(match end.result {
             Ok(done) => {

@@ -68,7 +68,7 @@ impl CheckedHeap {
     fn known<T>(&mut self, result: Result<T, ClientError>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
-            Err(ClientError::Connection(_) | ClientError::Silent) => {
+            Err(ClientError::Connection(_) | ClientError::Timeout) => {
                 self.unknown += 1;
                 None
             }

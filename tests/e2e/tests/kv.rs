@@ -90,8 +90,8 @@ impl CheckedStore {
         match result {
             Ok(value) => Some(value),
             Err(
-                KvError::Objects(ClientError::Connection(_) | ClientError::Silent)
-                | KvError::NotCreated(ClientError::Connection(_) | ClientError::Silent),
+                KvError::Objects(ClientError::Connection(_) | ClientError::Timeout)
+                | KvError::NotCreated(ClientError::Connection(_) | ClientError::Timeout),
             ) => {
                 self.unknown += 1;
                 None

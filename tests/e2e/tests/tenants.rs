@@ -275,7 +275,11 @@ fn play(fabric: &str) {
     let users = status["agent"]["users"].as_array().expect("users");
     let hostile = users.iter().find(|user| user["tenant"] == FIRST_HOSTILE);
     assert!(hostile.is_some_and(|user| user["refused"].as_u64() > Some(0)), "{users:?}");
-    assert!(shared.cluster.logs().contains("use keys that open nothing"), "{}", shared.cluster.logs());
+    assert!(
+        shared.cluster.logs().contains("refused requests of a user with wrong keys"),
+        "{}",
+        shared.cluster.logs()
+    );
     victim.verify_all();
     drop(victim);
     shared.cluster.assert_all_free();

@@ -18,13 +18,8 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/daemons/host",
     "crates/daemons/node",
     "crates/daemons/swap",
-    "crates/fabric/fabric",
-    "crates/fabric/fabric-verbs",
-    "crates/heap/objects",
     "crates/paging/block",
     "crates/paging/pager",
-    "crates/pool/extents",
-    "crates/pool/pool",
     "crates/program/attach",
 ];
 

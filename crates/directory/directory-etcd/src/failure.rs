@@ -1,11 +1,11 @@
-//! Sorts etcd's errors: an answer, a call without effect, or a call with an unknown effect.
+//! Classifies etcd's errors: an answer, a call without effect, or a call with an unknown effect.
 
 use std::error::Error as _;
 
 use etcd_client::Error;
 use tonic::{Code, ConnectError, Status};
 
-/// How a call failed.
+/// The class of a failed call.
 #[derive(Debug)]
 pub(super) enum CallFailure {
     /// etcd answered with an error.
@@ -27,7 +27,7 @@ pub(super) enum ErrorAnswer {
     Future,
     /// The space of etcd is exhausted.
     Full(String),
-    /// etcd refuses the call.
+    /// The call is refused by etcd.
     Refused(String),
 }
 
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_of_etcd_are_sorted() {
+    fn errors_of_etcd_are_classified() {
         let failure = |code, message: &str| CallFailure::from(Error::GRpcStatus(Status::new(code, message)));
         let gone = failure(Code::NotFound, "etcdserver: requested lease not found");
         assert!(matches!(gone, CallFailure::Answer(ErrorAnswer::LeaseGone)));

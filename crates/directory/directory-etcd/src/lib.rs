@@ -41,7 +41,7 @@ use keys::{EtcdKeys, end_of, lease_number, unsigned};
 use members::{CallError, EtcdMembers, Repetition};
 use watch::{EtcdWatch, MESSAGE_BYTES_MAX};
 
-/// Entries that one request reads. With the longest values they fit into the longest message.
+/// Most entries that one request reads. With the longest values they fit into the longest message.
 const PAGE_ENTRIES: usize = 256;
 /// Attempts of a listing, which starts again if its revision is compacted between two pages.
 const LIST_ATTEMPTS_MAX: u32 = 5;
@@ -55,7 +55,7 @@ struct EtcdState {
 
 /// The runtime with the thread that keeps the connections.
 ///
-/// Dropping it does not wait for blocking calls, such as the resolution of a name.
+/// The drop of the runtime does not wait for blocking calls, such as the resolution of a name.
 #[derive(Debug)]
 struct EtcdRuntime(Option<Runtime>);
 

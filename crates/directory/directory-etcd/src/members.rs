@@ -13,17 +13,17 @@ use crate::address::{EtcdAddress, TlsFiles};
 use crate::failure::{CallFailure, ErrorAnswer};
 use aquifer_directory::DirectoryError;
 
-/// A call returns within this time.
-pub(super) const CALL_TIME: Duration = Duration::from_secs(5);
-/// A member that does not accept a connection within this time is skipped.
-const CONNECT_TIME: Duration = Duration::from_secs(1);
-/// Interval of keep-alives on a connection, and the time that an answer to one may take.
-const KEEP_ALIVE_TIME: Duration = Duration::from_secs(2);
-/// Pause between two rounds over all members.
-const PAUSE: Duration = Duration::from_millis(50);
-/// Most parts into which the time of a call is divided.
+/// Longest time of a call.
+pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time in which a member must accept a connection, or else is skipped.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval of keep-alives on a connection, and the timeout of their answers.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
+/// Interval between two rounds over all members.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// Most shares into which the time of a call is divided.
 ///
-/// A member has one part to answer a call that may be repeated, before the next member is tried.
+/// A member has one share to answer a call that may be repeated, before the next member is tried.
 const SHARES_MAX: u32 = 3;
 
 /// Whether a call may be repeated if its effect is unknown.
@@ -38,14 +38,14 @@ pub(super) enum Repetition {
 struct EtcdMember {
     endpoint: String,
     client: Client,
-    /// The member has answered, and not failed since.
+    /// Whether the member has answered, and not failed since.
     is_serving: AtomicBool,
 }
 
 /// The known members.
 pub(super) struct EtcdMembers {
     pub address: String,
-    /// A key that is read to find out whether a member serves.
+    /// The key that is read to check that a member serves.
     probe_key: String,
     members: Vec<EtcdMember>,
     options: ConnectOptions,
@@ -59,7 +59,7 @@ impl fmt::Debug for EtcdMembers {
 }
 
 impl EtcdMembers {
-    /// The members of an address. Does not connect yet.
+    /// Creates the clients of the members of an address, without connecting.
     pub async fn new(
         address: &EtcdAddress,
         tls: &TlsFiles,
@@ -67,8 +67,8 @@ impl EtcdMembers {
     ) -> Result<Self, DirectoryError> {
         let refused = |why: String| DirectoryError::Refused { address: address.to_string(), why };
         let mut options = ConnectOptions::new()
-            .with_connect_timeout(CONNECT_TIME)
-            .with_keep_alive(KEEP_ALIVE_TIME, KEEP_ALIVE_TIME)
+            .with_connect_timeout(CONNECT_TIMEOUT)
+            .with_keep_alive(KEEP_ALIVE_INTERVAL, KEEP_ALIVE_INTERVAL)
             .with_keep_alive_while_idle(true)
             .with_require_leader(true);
         if address.uses_tls {
@@ -87,7 +87,7 @@ impl EtcdMembers {
         Ok(Self { address, probe_key, members, options, current: AtomicUsize::new(0) })
     }
 
-    /// Calls one member after another, until one answers or [`CALL_TIME`] is over.
+    /// Calls one member after another, until one answers or [`CALL_TIMEOUT`] has passed.
     pub async fn call<T, F>(&self, repeat: Repetition, request: impl Fn(Client) -> F) -> Result<T, CallError>
     where
         F: Future<Output = Result<T, Error>>,
@@ -118,8 +118,8 @@ impl EtcdMembers {
         F: Future<Output = Result<T, Error>>,
     {
         let count = self.members.len();
-        let share = CALL_TIME / u32::try_from(count).unwrap_or(SHARES_MAX).min(SHARES_MAX);
-        let end = Instant::now() + CALL_TIME;
+        let share = CALL_TIMEOUT / u32::try_from(count).unwrap_or(SHARES_MAX).min(SHARES_MAX);
+        let end = Instant::now() + CALL_TIMEOUT;
         for attempt in 1.. {
             let member = self.current.load(Ordering::Relaxed) % count;
             let share_end = end.min(Instant::now() + share);
@@ -145,7 +145,7 @@ impl EtcdMembers {
             };
             self.skip(member);
             if attempt % count == 0 {
-                tokio::time::sleep(PAUSE).await;
+                tokio::time::sleep(RETRY_INTERVAL).await;
             }
             if Instant::now() >= end {
                 return Err(CallError::Other(self.unavailable(&cause)));
@@ -174,7 +174,7 @@ impl EtcdMembers {
         }
     }
 
-    /// Makes the next member the one for further calls.
+    /// Selects the next member for further calls.
     fn skip(&self, member: usize) {
         self.members[member].is_serving.store(false, Ordering::Relaxed);
         let next = (member + 1) % self.members.len();
@@ -198,7 +198,7 @@ impl EtcdMembers {
     }
 }
 
-/// How a call failed, as its caller distinguishes it.
+/// The error of a call, as its caller distinguishes it.
 #[derive(Debug)]
 pub(super) enum CallError {
     /// The lease does not exist.

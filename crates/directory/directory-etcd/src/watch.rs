@@ -27,7 +27,7 @@ const WAIT_MAX: Duration = Duration::from_secs(86_400);
 /// The first revision with a change: revision 1 of etcd has none.
 const FIRST_REVISION: u64 = 2;
 
-/// The next event of a watch.
+/// The position of the next event of a watch.
 #[derive(Clone, Debug)]
 struct WatchPosition {
     /// All changes of smaller revisions have been returned.
@@ -42,7 +42,7 @@ impl WatchPosition {
             || (event.revision == self.revision && self.returned_keys.contains(&event.key))
     }
 
-    fn note_returned(&mut self, event: &WatchEvent) {
+    fn record_returned(&mut self, event: &WatchEvent) {
         if event.revision > self.revision {
             self.revision = event.revision;
             self.returned_keys.clear();
@@ -177,7 +177,7 @@ impl Watch for EtcdWatch {
         loop {
             while let Some(event) = self.received.pop_front() {
                 if !self.position.has_returned(&event) {
-                    self.position.note_returned(&event);
+                    self.position.record_returned(&event);
                     return Ok(Some(event));
                 }
             }

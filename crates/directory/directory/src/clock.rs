@@ -14,15 +14,15 @@ pub trait Clock: Send + Sync + Debug {
 }
 
 /// Interval between the ticks of a [`RunningClock`].
-const TICK: Duration = Duration::from_millis(200);
-/// The most that a tick adds, in milliseconds. A longer pause means that the process did not run.
+const TICK_INTERVAL: Duration = Duration::from_millis(200);
+/// Most milliseconds that a tick adds. A longer pause means that the process did not run.
 const TICK_MS_MAX: u64 = 1000;
 
 /// A clock that runs while this process does.
 ///
-/// While the process is stopped (SIGSTOP, a paused virtual machine, a stalled processor), it gets
-/// no keep-alives, so no lease must end for want of them. A thread ticks, and a tick adds at most
-/// a second.
+/// While the process is stopped (SIGSTOP, a paused virtual machine, a stalled processor), it
+/// receives no keep-alives, so no lease may expire. A thread ticks, and a tick adds at most a
+/// second.
 #[derive(Debug)]
 pub struct RunningClock {
     time: Arc<RunningTime>,
@@ -36,12 +36,12 @@ struct RunningTime {
     is_dropped: Condvar,
 }
 
-/// The ticks so far.
+/// The times of the last tick.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Ticks {
-    /// The system's time at the last one.
+    /// The system's time at the last tick.
     last_ms: u64,
-    /// The time of the clock at the last one.
+    /// The time of the clock at the last tick.
     now_ms: u64,
     is_dropped: bool,
 }
@@ -72,7 +72,7 @@ impl RunningTime {
     fn tick_until_dropped(&self) {
         let mut ticks = self.ticks.lock();
         while !ticks.is_dropped {
-            self.is_dropped.wait_for(&mut ticks, TICK);
+            self.is_dropped.wait_for(&mut ticks, TICK_INTERVAL);
             ticks.tick(saturating_ms(self.start.elapsed()));
         }
     }
@@ -99,7 +99,7 @@ pub struct ManualClock {
 }
 
 impl ManualClock {
-    /// Moves the clock forward.
+    /// Advances the clock.
     pub fn advance(&self, by: Duration) {
         self.now_ms.fetch_add(saturating_ms(by), Ordering::SeqCst);
     }
@@ -111,7 +111,7 @@ impl Clock for ManualClock {
     }
 }
 
-/// The whole milliseconds of a duration, or `u64::MAX` if they are more.
+/// The whole milliseconds of a duration, at most `u64::MAX`.
 #[must_use]
 pub fn saturating_ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn its_thread_ends_with_it() {
+    fn the_thread_ends_with_the_clock() {
         let clock = RunningClock::start().unwrap();
         let time = Arc::downgrade(&clock.time);
         assert!(clock.now_ms() <= clock.now_ms());

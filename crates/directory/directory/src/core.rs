@@ -126,7 +126,7 @@ pub struct Core {
 }
 
 impl Core {
-    /// An empty directory.
+    /// Creates an empty directory.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

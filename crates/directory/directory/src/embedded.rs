@@ -1,6 +1,6 @@
 //! A directory for one machine: a redb file, in process or behind a Unix socket.
 //!
-//! The socket serves the processes of one user. `docs/formats/directory.md` has file and protocol.
+//! The socket serves the processes of one user. The formats are in `docs/formats/directory.md`.
 
 mod client;
 #[doc(hidden)]
@@ -34,7 +34,7 @@ impl EmbeddedDirectory {
     /// Opens the file, or creates it with mode 0600.
     ///
     /// Each lease in the file gets its full time to live again. While this process is stopped,
-    /// leases get no older.
+    /// leases do not expire.
     ///
     /// # Errors
     /// [`DirectoryError::Format`] if the file is damaged, of another version or of another program;
@@ -59,7 +59,8 @@ impl EmbeddedDirectory {
 
     /// Ends the leases whose time is up, and wakes the watches that report it.
     ///
-    /// Every other call does this first. It is needed only after a manual clock was advanced.
+    /// Every other call does this first, so a call is needed only after a manual clock was
+    /// advanced.
     ///
     /// # Errors
     /// [`DirectoryError::Storage`].

@@ -1,4 +1,5 @@
-//! A core behind a lock, with its clock, store and waiting watches; shared by `embedded` and `sim`.
+//! The engine: a core behind a lock, with its clock, store and waiting watches. `embedded` and
+//! `sim` use it.
 //!
 //! The engine has no thread. Every call first ends the leases whose time is up, and a waiting
 //! watch wakes at the next deadline of a lease.
@@ -15,7 +16,7 @@ use crate::core::{Core, Cursor, Delta};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{DirectoryError, Watch};
 
-/// Time until the end of a lease is tried again that could not be stored.
+/// Interval at which the end of a lease is retried that could not be stored, in milliseconds.
 const EXPIRY_RETRY_MS: u64 = 1000;
 
 /// A store that makes deltas durable.
@@ -47,7 +48,7 @@ struct EngineState {
     store: Box<dyn DeltaStore>,
     /// Whether the last commit has failed: the disk is full, for example.
     has_failed: bool,
-    /// Time before which the ends of leases are not tried again, after one could not be stored.
+    /// Time before which the ends of leases are not retried, after one could not be stored.
     expires_again_ms: u64,
 }
 
@@ -154,7 +155,7 @@ impl Engine {
     /// Ends the leases whose time is up. Also returns the time.
     ///
     /// If that cannot be stored, they last longer: their owners do not rely on them any more, and
-    /// others still can read, and keep their own leases.
+    /// other clients still can read, and keep their own leases.
     fn end_expired_leases<'a>(
         &self,
         mut state: MutexGuard<'a, EngineState>,
@@ -245,7 +246,7 @@ mod tests {
     use crate::clock::ManualClock;
     use crate::model::KeyOperation;
 
-    /// A store that fails as long as the disk is full, and counts what is done to it.
+    /// A store that fails as long as the disk is full, and counts its calls.
     #[derive(Debug, Default)]
     struct Disk {
         is_full: AtomicBool,
@@ -282,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_stops_changes_and_nothing_else() {
+    fn a_full_disk_stops_only_changes() {
         let (disk, clock) = (Arc::new(Disk::default()), Arc::new(ManualClock::default()));
         let store = Box::new(StoreOn(Arc::clone(&disk)));
         let engine = Engine::new(Core::new(), store, Arc::clone(&clock) as Arc<dyn Clock>);
@@ -296,17 +297,17 @@ mod tests {
         let commits = disk.commits.load(Ordering::SeqCst);
         for _ in 0..100 {
             assert!(engine.get("a").unwrap().is_some());
-            assert!(engine.get("b").unwrap().is_none(), "it was not stored");
+            assert!(engine.get("b").unwrap().is_none(), "the failed change was not stored");
             engine.lease_keep_alive(kept.id).unwrap();
         }
         let tries = disk.commits.load(Ordering::SeqCst) - commits + disk.resets.load(Ordering::SeqCst);
-        assert!(tries <= 2, "the end of a lease is not tried at each call: {tries}");
+        assert!(tries <= 2, "the end of a lease is not retried at each call: {tries}");
 
         disk.is_full.store(false, Ordering::SeqCst);
         engine.transaction(&put("c")).unwrap();
         assert!(disk.resets.load(Ordering::SeqCst) > 0, "the store is made right before it is used again");
         clock.advance(Duration::from_secs(2));
-        assert!(engine.lease_keep_alive(lost.id).is_err(), "its end is stored now");
+        assert!(engine.lease_keep_alive(lost.id).is_err(), "the end of the lease is stored now");
         engine.lease_keep_alive(kept.id).unwrap();
     }
 }

@@ -52,12 +52,12 @@ impl LimitKind {
             Self::ValueBytes => format!("a value has at most {} bytes", limits::VALUE_BYTES_MAX),
             Self::ListEntries => {
                 format!(
-                    "a listing has at most {} entries; ask for a narrower prefix",
+                    "a listing has at most {} entries; request a narrower prefix",
                     limits::LIST_ENTRIES_MAX
                 )
             }
             Self::ListBytes => {
-                format!("a listing has at most {} bytes; ask for a narrower prefix", limits::LIST_BYTES_MAX)
+                format!("a listing has at most {} bytes; request a narrower prefix", limits::LIST_BYTES_MAX)
             }
             Self::TransactionParts => {
                 format!("a transaction has at most {} compares and operations", limits::TRANSACTION_PARTS_MAX)
@@ -100,7 +100,7 @@ pub enum DirectoryError {
         why: String,
     },
     /// The lease has ended.
-    #[error("lease {0} is gone: it expired or was revoked; ask for a new one")]
+    #[error("lease {0} is gone: it expired or was revoked; request a new one")]
     LeaseGone(LeaseId),
     /// The changes from which a watch is to start are no longer kept.
     #[error("changes are kept from revision {oldest}, not from {asked}: list again and watch from there")]
@@ -132,7 +132,7 @@ pub enum DirectoryError {
         /// The key.
         key: String,
     },
-    /// The file is damaged, of another version, or no file of a directory.
+    /// The file is damaged, of another version, or of another program.
     #[error("{path} cannot be used as a directory: {why}")]
     Format {
         /// The file.

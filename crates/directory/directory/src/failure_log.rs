@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-/// Shortest time between two log lines.
-const INTERVAL: Duration = Duration::from_secs(60);
+/// Minimum interval between two log lines of one failure.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Decides which occurrences of a repeated failure are logged: the first, then one a minute.
 ///
-/// A success in between changes nothing, so that a failure that comes and goes is bounded, too.
-/// Pure: time is an argument.
+/// A success in between changes nothing, so that the log of an intermittent failure is bounded,
+/// too. Pure: time is an argument.
 #[derive(Debug, Default)]
 pub struct FailureLog {
     logged_at: Option<Instant>,
@@ -21,7 +21,7 @@ impl FailureLog {
     /// line, this one included.
     pub fn record(&mut self, now: Instant) -> Option<u64> {
         self.count += 1;
-        if self.logged_at.is_some_and(|at| now.saturating_duration_since(at) < INTERVAL) {
+        if self.logged_at.is_some_and(|at| now.saturating_duration_since(at) < LOG_INTERVAL) {
             return None;
         }
         self.logged_at = Some(now);
@@ -41,8 +41,8 @@ mod tests {
         for tenth in 1..600 {
             assert_eq!(log.record(start + Duration::from_millis(100 * tenth)), None);
         }
-        assert_eq!(log.record(start + INTERVAL), Some(600));
-        assert_eq!(log.record(start + INTERVAL), None);
-        assert_eq!(log.record(start + 3 * INTERVAL), Some(2));
+        assert_eq!(log.record(start + LOG_INTERVAL), Some(600));
+        assert_eq!(log.record(start + LOG_INTERVAL), None);
+        assert_eq!(log.record(start + 3 * LOG_INTERVAL), Some(2));
     }
 }

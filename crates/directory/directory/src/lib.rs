@@ -1,13 +1,13 @@
 //! The directory: a small, strongly consistent store with leases, transactions and watches.
 //!
-//! It records which nodes and hosts are alive, and where they are.
-//! A user holds an `Arc<dyn Directory>`, and does not know the implementation:
+//! The directory records the live nodes and hosts, and their addresses.
+//! A user holds an `Arc<dyn Directory>`, and does not depend on the implementation:
 //!
 //! - [`embedded`]: a redb file, in process or behind a Unix socket.
 //! - [`sim`]: in memory, with virtual time and injected faults.
 //! - `aquifer-directory-etcd`: a real etcd, for a cluster of machines.
 //!
-//! All have the same semantics, and pass one conformance suite.
+//! All implementations have the same semantics, and pass one conformance suite.
 //! The terms are etcd's: a revision counts the changes of the whole directory, and the version of
 //! a key is the revision of its last change.
 //!

@@ -87,13 +87,13 @@ pub struct Compare {
 }
 
 impl Compare {
-    /// The key must be absent.
+    /// Creates the condition that the key is absent.
     #[must_use]
     pub fn absent(key: impl Into<String>) -> Self {
         Self { key: key.into(), version: 0 }
     }
 
-    /// The key must have this version.
+    /// Creates the condition that the key has this version.
     #[must_use]
     pub fn version(key: impl Into<String>, version: u64) -> Self {
         Self { key: key.into(), version }
@@ -120,13 +120,13 @@ pub enum KeyOperation {
 }
 
 impl KeyOperation {
-    /// An operation that sets a key.
+    /// Creates an operation that sets a key.
     #[must_use]
     pub fn put(key: impl Into<String>, value: impl Into<Vec<u8>>, lease: Option<LeaseId>) -> Self {
         Self::Put { key: key.into(), value: value.into(), lease }
     }
 
-    /// An operation that deletes a key.
+    /// Creates an operation that deletes a key.
     #[must_use]
     pub fn delete(key: impl Into<String>) -> Self {
         Self::Delete { key: key.into() }
@@ -185,7 +185,7 @@ impl TransactionOutcome {
     }
 }
 
-/// How a key was changed.
+/// The kind of a change of a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum WatchEventKind {
     /// The key was set.
@@ -206,6 +206,6 @@ pub struct WatchEvent {
     pub revision: u64,
     /// The key.
     pub key: String,
-    /// How the key was changed.
+    /// The kind of the change.
     pub kind: WatchEventKind,
 }

@@ -1,6 +1,6 @@
 //! The mutations of these formats: checks that tests omit on purpose.
 //!
-//! Each is named at its check in `docs/formats/directory.md`.
+//! `docs/formats/directory.md` names each mutation at its check.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.

@@ -19,7 +19,7 @@ pub const NODES: &str = "nodes/";
 pub const AGENTS: &str = "agents/";
 /// Prefix of the keys of hosts that may own memory, alive or dead.
 ///
-/// A key stays until its host owns nothing any more.
+/// A key stays until its host owns no memory any more.
 pub const HOLDERS: &str = "holders/";
 /// Prefix of the keys of node memory that exists, whether or not its node runs.
 ///
@@ -146,10 +146,10 @@ pub struct NodeRecord {
     /// The memory that the node was requested to lend when it wrote this record.
     #[serde(default, rename = "memory_bytes_wanted")]
     pub requested_memory_bytes: u64,
-    /// Why the node does not lend the requested memory, if it knows.
+    /// The reason why the node does not lend the requested memory, if known.
     #[serde(default, rename = "held_up")]
     pub resize_blocker: Option<ResizeBlocker>,
-    /// How long the memory outlives the node's process, in milliseconds; 0 if it does not.
+    /// Time for which the memory outlives the node's process, in milliseconds; 0 if it does not.
     #[serde(default)]
     pub kept_ms: u64,
     /// Fencing epoch of the node's first lease with this memory.
@@ -164,16 +164,16 @@ pub enum ResizeBlocker {
     #[error("the rest is in use, and is withdrawn when its users free it")]
     InUse,
     /// The machine has too little free memory.
-    #[error("its machine has no more free memory; it continues when there is some")]
+    #[error("its machine has no more free memory; the node continues when there is some")]
     NoMemory,
     /// Memory that is registered with an RDMA device cannot be withdrawn.
     #[error("verbs pins memory at registration: restart the node with another --memory")]
     Pinned,
-    /// Resizing fails with an error.
+    /// The resize failed with an error.
     #[error("resizing fails; the node's log has the error")]
     Failing,
     /// A reason that a later version writes.
-    #[error("it gives a reason that this version does not know")]
+    #[error("the node reports a reason that this version does not know")]
     #[serde(other)]
     Other,
 }
@@ -193,10 +193,10 @@ pub struct RequestedMemory {
 
 /// A life: one lifetime of a node's memory.
 ///
-/// It begins when a process of the node creates the memory, and ends when that memory is gone. Its
-/// identity is the node's number and the fencing epoch of the node's first lease in it. A process
-/// that takes over the memory of its predecessor continues the life; a process that creates new
-/// memory begins another, in which nothing is left that a host had allocated before.
+/// A life begins when a process of the node creates the memory, and ends when that memory is gone.
+/// The identity of a life is the node's number and the fencing epoch of the node's first lease in
+/// it. A process that takes over the memory of the previous process continues the life. A process
+/// that creates new memory begins another life, without the extents of hosts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NodeLife {
     /// The node's number.
@@ -216,7 +216,7 @@ impl NodeLife {
     }
 }
 
-/// A life and how hosts reach it, at `lives/{node}`.
+/// A life and the address of its node, at `lives/{node}`.
 ///
 /// A host process that starts while the node is cut off from the directory finds the node by this
 /// record.
@@ -234,7 +234,7 @@ pub struct LifeRecord {
 }
 
 impl LifeRecord {
-    /// The record that a node writes together with this record.
+    /// The record of the life of a node with this record.
     #[must_use]
     pub fn of(record: &NodeRecord) -> Self {
         let NodeRecord { id, epoch, kept_ms, .. } = *record;
@@ -246,16 +246,16 @@ impl LifeRecord {
 /// A service of heaps, at `heaps/{node}` while its lease lasts.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HeapsRecord {
-    /// The number of its node.
+    /// The number of the service's node.
     pub node: u16,
-    /// The TCP address at which clients reach it.
+    /// The TCP address at which clients reach the service.
     pub address: String,
     /// The address of the RDMA device that serves reads, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
     /// Memory that all heaps together may take.
     pub memory_bytes: u64,
-    /// How long the heaps outlive the process, in milliseconds.
+    /// Time for which the heaps outlive the process, in milliseconds.
     pub kept_ms: u64,
     /// Fencing epoch of the lease.
     pub epoch: u64,
@@ -268,7 +268,7 @@ pub struct SegmentHostRecord {
     pub host: u16,
     /// Fencing epoch of the lease.
     pub epoch: u64,
-    /// The TCP address at which other hosts reach its segments; empty if they cannot.
+    /// The TCP address at which other hosts reach the host's segments; empty if they cannot.
     pub address: String,
 }
 
@@ -280,7 +280,7 @@ pub struct HolderRecord {
     /// The host's [`AgentRecord::claim_epoch`].
     #[serde(rename = "claimed")]
     pub claim_epoch: u64,
-    /// How long after the end of its lease the host may resume, in milliseconds.
+    /// Time after the end of its lease in which the host may resume, in milliseconds.
     pub grace_ms: u64,
     /// The lives in which a dead host may still own memory; `None` if it may in any.
     #[serde(rename = "left_in")]
@@ -292,7 +292,7 @@ pub struct HolderRecord {
 pub struct DeadHost {
     /// The record of the host.
     pub record: HolderRecord,
-    /// The version of the record. It is another one if the host has been alive since.
+    /// The version of the record, which changes if the host resumes.
     pub version: u64,
 }
 
@@ -308,7 +308,7 @@ pub struct AgentRecord {
     /// The epoch under which the number was claimed; agents that resume the host keep it.
     #[serde(rename = "claimed")]
     pub claim_epoch: u64,
-    /// Whether the holder of the number is no agent, but frees what a dead host owned.
+    /// Whether the holder of the number is a recovery, which frees the memory of a dead host.
     #[serde(rename = "is_successor")]
     pub is_recovery: bool,
 }
@@ -345,8 +345,8 @@ pub fn heaps(directory: &dyn Directory) -> Result<Vec<HeapsRecord>, DirectoryErr
     directory.list(HEAPS)?.entries.iter().map(decode).collect()
 }
 
-/// Writes the record of a service of heaps, which lasts as long as the lease. That of an earlier
-/// process of the same node is replaced: the keeper lets only one own the heaps.
+/// Writes the record of a service of heaps, which lasts as long as the lease. Replaces the record
+/// of an earlier process of the same node: by the keeper, only one process owns the heaps.
 ///
 /// # Errors
 /// An error of the directory.
@@ -404,7 +404,7 @@ pub fn register_node(
 ///
 /// # Errors
 /// [`DirectoryError::Taken`] if another process has claimed the number, or a recovery has freed
-/// what the host owned; an error of the directory.
+/// the host's memory; an error of the directory.
 pub fn resume_host(
     directory: &dyn Directory,
     lease: Lease,
@@ -463,7 +463,7 @@ fn write_host(
 /// Claims a free host number, and writes the agent's record, which lasts as long as the lease.
 ///
 /// For `grace_ms` after the end of the lease, an agent may resume the host.
-/// The number of a dead host is not free until what the host owned is freed, because the pool's
+/// The number of a dead host is not free until the host's memory is freed, because the pool's
 /// logs name owners by their numbers.
 /// Numbers are claimed in ascending order and start over at 1, so a number is reused late.
 ///
@@ -481,7 +481,7 @@ pub fn claim_host(
             Some(entry) => (decode::<u16>(entry)?.clamp(1, HOST_MAX), entry.version),
             None => (1, 0),
         };
-        // Whether or not the record is valid.
+        // The number counts even if the record is invalid.
         let number = |key: &str| key.strip_prefix(HOLDERS)?.parse::<u16>().ok();
         let holders = directory.list(HOLDERS)?.entries;
         let taken: Vec<u16> = holders.iter().filter_map(|entry| number(&entry.key)).collect();

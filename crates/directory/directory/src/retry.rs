@@ -11,9 +11,9 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Whether a daemon that starts repeats an operation for which the directory was unavailable.
 ///
-/// The first daemon of its kind reports the failure at once, to the person who has started it. A
-/// daemon that takes over repeats: the users of the one before wait for it until their grace time
-/// has passed.
+/// The first daemon of its kind reports the failure to the terminal at once. A daemon that takes
+/// over from a previous one retries, because the users of the previous daemon wait until their
+/// grace time has passed.
 #[derive(Clone, Debug)]
 pub struct DirectoryRetries {
     deadline: Option<Instant>,
@@ -21,19 +21,19 @@ pub struct DirectoryRetries {
 }
 
 impl DirectoryRetries {
-    /// No retries.
+    /// Creates the policy of no retries.
     #[must_use]
     pub fn none() -> Self {
         Self { deadline: None, stop: Arc::default() }
     }
 
-    /// Retries for `grace` from now on, until `stop` is set.
+    /// Creates the policy of retries for `grace` from now on, until `stop` is set.
     #[must_use]
     pub fn during(grace: Duration, stop: &Arc<AtomicBool>) -> Self {
         Self::until(Instant::now() + grace, stop)
     }
 
-    /// Retries before `deadline`, until `stop` is set.
+    /// Creates the policy of retries before `deadline`, until `stop` is set.
     #[must_use]
     pub fn until(deadline: Instant, stop: &Arc<AtomicBool>) -> Self {
         Self { deadline: Some(deadline), stop: Arc::clone(stop) }
@@ -46,8 +46,8 @@ impl DirectoryRetries {
         matches!(error, DirectoryError::Unavailable { .. }) && is_in_time && !self.stop.load(Relaxed)
     }
 
-    /// Whether to repeat an operation that has failed with `error`. If so, it pauses before it
-    /// returns.
+    /// Whether to repeat an operation that has failed with `error`. If so, waits for the retry
+    /// interval before the return.
     #[must_use]
     pub fn wait_to_repeat(&self, error: &DirectoryError) -> bool {
         if !self.repeats(error, Instant::now()) {
@@ -58,11 +58,11 @@ impl DirectoryRetries {
         true
     }
 
-    /// Calls `operation` until it succeeds or is not to be repeated. A change may have been made
-    /// although it failed, so repeating must do no harm.
+    /// Calls `operation` until it succeeds or is not to be repeated. A failed operation may have
+    /// made its change, so the operation must be idempotent.
     ///
     /// # Errors
-    /// The last one of `operation`.
+    /// The last error of `operation`.
     pub fn repeat<T>(
         &self,
         mut operation: impl FnMut() -> Result<T, DirectoryError>,
@@ -76,7 +76,7 @@ impl DirectoryRetries {
     }
 }
 
-/// Connects to the directory. It is called again when the connection is lost.
+/// A function that connects to the directory. Called again when the connection is lost.
 pub type ConnectDirectory = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ pub struct DirectoryWorld {
     seed: u64,
 }
 
-/// How an injected fault makes a call fail.
+/// The kind of an injected fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CallFault {
     /// The request is lost: the call has no effect.
@@ -52,7 +52,7 @@ struct FaultPlan {
 }
 
 impl DirectoryWorld {
-    /// An empty directory at time 0. The same seed gives the same delays.
+    /// Creates an empty directory at time 0. Equal seeds cause equal delays.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let clock = Arc::new(ManualClock::default());
@@ -61,7 +61,7 @@ impl DirectoryWorld {
         Self { engine, clock, seed }
     }
 
-    /// Access for a host; `name` seeds its delays.
+    /// Creates the access of a host. `name` seeds its delays.
     #[must_use]
     pub fn host(&self, name: u64) -> SimDirectory {
         let random_state = self.seed ^ name.wrapping_mul(0xd134_2543_de82_ef95);

@@ -1,4 +1,4 @@
-//! One suite of tests for every implementation of the directory.
+//! The conformance suite, which runs over every implementation of the directory.
 
 mod harness;
 mod numbers;
@@ -6,7 +6,7 @@ mod suite;
 
 use harness::{InEtcd, InProcess, OverSocket, Simulated};
 
-/// Makes a test for each function of the suite and each implementation.
+/// Defines a test for each function of the suite and each implementation.
 macro_rules! conformance {
     ($($test:ident),* $(,)?) => {
         mod in_process { $(#[test] fn $test() { super::suite::$test(&super::InProcess::start()); })* }
@@ -46,7 +46,7 @@ conformance!(
     hosts_are_claimed_in_turn,
     hosts_claimed_at_once_differ,
     a_dead_hosts_number_is_free_once_it_owns_nothing,
-    an_invalid_record_of_a_host_keeps_no_other_from_being_recovered,
+    an_invalid_record_of_a_host_does_not_block_other_recoveries,
     a_host_that_resumes_in_time_keeps_its_number,
     a_node_number_has_one_holder,
 );

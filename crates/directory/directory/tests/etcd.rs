@@ -1,7 +1,7 @@
 //! A real etcd that is killed, restarted, loses its leader, or is disconnected.
 //!
 //! Calls succeed or fail as unavailable, and never return a wrong answer; a watch has no gap.
-//! Further tests cover what only etcd has: keys of other users, its own clock, TLS.
+//! Further tests cover properties that only etcd has: keys of other users, its own clock, TLS.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,8 +14,8 @@ use aquifer_directory::{
 use aquifer_directory_etcd::{self as etcd, EtcdAddress, TlsFiles};
 use aquifer_tests_support::{EtcdCluster, TcpRelay};
 
-/// A timeout that only a failing test reaches.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout of each wait, which only a failing test reaches.
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// A time to live that is longer than any outage of etcd in these tests.
 const TTL: Duration = Duration::from_secs(300);
 
@@ -28,7 +28,7 @@ fn is_unavailable(error: &DirectoryError) -> bool {
 }
 
 fn event(watch: &mut dyn Watch) -> WatchEvent {
-    watch.next(PATIENCE).unwrap().expect("an event is due")
+    watch.next(TEST_TIMEOUT).unwrap().expect("an event is due")
 }
 
 /// The next event. A watch that fails is opened again after the last event.
@@ -39,7 +39,7 @@ fn event_over_failures(
     last: u64,
 ) -> WatchEvent {
     loop {
-        match watch.next(PATIENCE) {
+        match watch.next(TEST_TIMEOUT) {
             Ok(Some(event)) => return event,
             Ok(None) => panic!("an event is due"),
             Err(error) => assert!(is_unavailable(&error), "{error}"),
@@ -282,7 +282,7 @@ fn tls_without_its_files_is_refused_with_a_reason() {
     assert!(refusal(missing).contains("/nonexistent/ca.pem"));
 }
 
-/// Makes certificates of two authorities with openssl.
+/// Creates certificates of two authorities with openssl.
 fn certificates(folder: &std::path::Path) {
     let script = r#"
 set -e

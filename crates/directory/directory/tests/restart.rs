@@ -1,4 +1,4 @@
-//! The embedded directory across restarts, and files that it refuses.
+//! Tests of the embedded directory across restarts, and of files that it refuses.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -159,7 +159,7 @@ fn a_damaged_file_is_refused_or_unchanged() {
         std::fs::write(&damaged, &whole[..length]).unwrap();
         refused += usize::from(EmbeddedDirectory::open(&damaged).is_err());
     }
-    assert!(refused > 0, "some of this damage must be noticed");
+    assert!(refused > 0, "some of this damage must be detected");
 }
 
 /// A small file system of its own, which is unmounted at the end; `None` if that needs more rights.
@@ -178,7 +178,7 @@ impl SmallDisk {
         mount(folder.path()).is_ok_and(|status| status.success()).then(|| Self(folder))
     }
 
-    /// Writes a file until nothing fits any more.
+    /// Writes a file until the disk is full.
     fn fill(&self) -> PathBuf {
         let path = self.0.path().join("filling");
         let mut file = std::fs::File::create(&path).unwrap();
@@ -194,7 +194,7 @@ impl Drop for SmallDisk {
 }
 
 #[test]
-fn a_directory_on_a_full_disk_goes_on_and_works_again_when_there_is_room() {
+fn a_directory_on_a_full_disk_serves_reads_and_recovers_when_there_is_space() {
     let Some(disk) = SmallDisk::mount() else {
         return aquifer_tests_support::skip("only root can mount a file system");
     };
@@ -210,12 +210,12 @@ fn a_directory_on_a_full_disk_goes_on_and_works_again_when_there_is_room() {
     let put_large = |number: usize| directory.put(&format!("large-{number}"), &[7; 60 << 10], None).is_ok();
     let accepted = (0..40).take_while(|number| put_large(*number)).count();
     assert!(accepted < 40, "2 MiB cannot hold that");
-    assert!(directory.get("before").unwrap().is_some(), "it is readable");
+    assert!(directory.get("before").unwrap().is_some(), "the directory is readable");
     directory.lease_keep_alive(lease.id).unwrap();
 
     std::fs::remove_file(filling).unwrap();
     for number in 0..accepted {
-        assert!(directory.get(&format!("large-{number}")).unwrap().is_some(), "it was acknowledged");
+        assert!(directory.get(&format!("large-{number}")).unwrap().is_some(), "the change was acknowledged");
         directory.delete(&format!("large-{number}")).unwrap();
     }
     directory.put("after", b"w", None).unwrap();

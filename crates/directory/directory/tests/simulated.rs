@@ -1,4 +1,4 @@
-//! Injected faults of the simulated directory.
+//! Tests of the injected faults of the simulated directory.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn a_lost_call_changes_nothing_and_a_lost_answer_does() {
 }
 
 #[test]
-fn a_disconnected_host_loses_its_lease_and_others_notice() {
+fn a_disconnected_host_loses_its_lease_and_watches_report_it() {
     let world = DirectoryWorld::new(1);
     let (cut, other) = (world.host(1), world.host(2));
     let ttl = Duration::from_secs(1);
@@ -38,7 +38,7 @@ fn a_disconnected_host_loses_its_lease_and_others_notice() {
     assert_eq!(watch.next(ttl).unwrap().unwrap().kind, WatchEventKind::Delete);
     cut.set_disconnected(false);
     assert_eq!(cut.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
-    assert!(own.next(ttl).unwrap().is_some(), "its watch continues at its position");
+    assert!(own.next(ttl).unwrap().is_some(), "the watch continues at its position");
 }
 
 #[test]

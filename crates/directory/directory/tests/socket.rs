@@ -1,4 +1,5 @@
-//! The socket of the embedded directory: access, limits, invalid bytes, and restarts of the server.
+//! Tests of the embedded directory's socket: access, limits, invalid bytes, and restarts of the
+//! server.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +11,7 @@ use aquifer_directory::embedded::wire::{self, DirectoryRequest, DirectoryRespons
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory, connect};
 use aquifer_directory::{Directory, DirectoryError};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 struct SocketFixture {
     folder: tempfile::TempDir,
@@ -32,7 +33,7 @@ impl SocketFixture {
 
     fn raw(&self) -> UnixStream {
         let stream = UnixStream::connect(self.socket()).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
         stream
     }
 }
@@ -168,9 +169,9 @@ fn connections_are_bounded() {
         "{error}"
     );
     first.put("k", b"", None).expect("present connections are still served");
-    assert_eq!(watch.next(PATIENCE).unwrap().unwrap().key, "k");
+    assert_eq!(watch.next(TEST_TIMEOUT).unwrap().unwrap().key, "k");
     drop(watch);
-    // The server notices the end of the watch some time later.
+    // The server detects the end of the watch some time later.
     while let Err(error) = connect(&fixture.socket()) {
         assert!(matches!(error, DirectoryError::Refused { .. }), "{error}");
         std::thread::yield_now();
@@ -184,24 +185,24 @@ fn a_client_outlives_a_restart_of_the_server() {
     let client = connect(&fixture.socket()).unwrap();
     let revision = client.put("w/1", b"", None).unwrap();
     let mut watch = client.watch("w/", 0).unwrap();
-    let lease = client.lease_grant(PATIENCE).unwrap();
+    let lease = client.lease_grant(TEST_TIMEOUT).unwrap();
     drop(server);
     assert!(matches!(client.get("w/1"), Err(DirectoryError::Unavailable { .. })));
-    assert!(matches!(watch.next(PATIENCE), Err(DirectoryError::Unavailable { .. })));
+    assert!(matches!(watch.next(TEST_TIMEOUT), Err(DirectoryError::Unavailable { .. })));
 
     let _server = fixture.start(DirectoryServerOptions::default());
     assert!(client.get("w/1").unwrap().is_some());
     client.lease_keep_alive(lease.id).unwrap();
     let mut watch = client.watch("w/", revision + 1).unwrap();
     client.put("w/2", b"", Some(lease.id)).unwrap();
-    assert_eq!(watch.next(PATIENCE).unwrap().unwrap().key, "w/2");
+    assert_eq!(watch.next(TEST_TIMEOUT).unwrap().unwrap().key, "w/2");
 }
 
-/// Waits until the server has noticed what its clients have done.
+/// Waits until [`DirectoryServer::is_used`] has the expected value.
 fn await_used(server: &DirectoryServer, is_used: bool) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TEST_TIMEOUT;
     while server.is_used().unwrap() != is_used {
-        assert!(Instant::now() < end, "the server does not notice it");
+        assert!(Instant::now() < end, "the server does not detect it");
         std::thread::yield_now();
     }
 }
@@ -236,7 +237,7 @@ fn a_server_is_used_while_a_client_is_connected_or_has_a_lease() {
 
 /// Leases end by the system's clock, and a watch reports it without any further call.
 #[test]
-fn a_lease_ends_by_itself() {
+fn a_lease_ends_without_a_further_call() {
     let fixture = SocketFixture::new();
     let _server = fixture.start(DirectoryServerOptions::default());
     let client = connect(&fixture.socket()).unwrap();
@@ -249,7 +250,8 @@ fn a_lease_ends_by_itself() {
             put => break put.map(|_| lease).unwrap(),
         }
     };
-    let kinds = [watch.next(PATIENCE).unwrap().unwrap().kind, watch.next(PATIENCE).unwrap().unwrap().kind];
+    let kinds =
+        [watch.next(TEST_TIMEOUT).unwrap().unwrap().kind, watch.next(TEST_TIMEOUT).unwrap().unwrap().kind];
     assert_eq!(kinds[1], aquifer_directory::WatchEventKind::Delete);
     assert_eq!(client.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
 }

@@ -13,7 +13,7 @@ pub(super) type VerbsPeer = sessions::PeerSession<AnsweredMessages>;
 
 impl AnsweredMessages {
     /// Stores a message from the initiator. Returns whether the mailbox had room. A message that is
-    /// sent again gets the same answer again.
+    /// sent again has the same answer.
     pub fn deliver(&self, mailbox: &Mailbox, number: u64, message: &[u8], depth: usize) -> bool {
         let mut answers = self.0.lock();
         if let Some((_, had_room)) = answers.iter().find(|(known, _)| *known == number) {

@@ -1,5 +1,5 @@
-//! The initiator's end. Work goes to the device in order, as soon as the device keys of its ranges
-//! are known.
+//! The initiator's end. Work is posted to the device in order, as soon as the device keys of its
+//! ranges are known.
 
 mod pump;
 mod recovery;
@@ -38,16 +38,16 @@ use aquifer_fabric::work::{
 const POLL_MAX: usize = 64;
 /// Empty polls of the device between two checks whether the connection is over.
 const POLLS_PER_CHECK: u32 = 256;
-/// Empty polls between two checks while a thread waits. It is small because librdmacm makes the
-/// descriptor ready, too, until its event is read.
+/// Empty polls between two checks while a thread waits. The number is small because an event of
+/// librdmacm keeps the descriptor ready until it is read.
 const POLLS_PER_CHECK_WAITING: u32 = 8;
 
 /// The state of an endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum EndpointState {
     Open,
-    /// The endpoint is broken. The cause is for the first operation without an outcome, unless one
-    /// already got it; further operations are flushed.
+    /// The endpoint is broken. The first operation without an outcome gets the cause, which is
+    /// `None` if an operation has got it; further operations are flushed.
     Over(Option<WorkError>),
 }
 
@@ -61,7 +61,7 @@ pub struct VerbsEndpoint {
     limits: Limits,
     regions: Vec<Region>,
     state: EndpointState,
-    /// `None` while reconnecting, and after the end.
+    /// The connection; `None` while reconnecting, and after the end.
     link: Option<VerbsLink>,
     reconnecting: Option<BackgroundTask<ReconnectAttempt>>,
     keys: KeyCache,
@@ -113,7 +113,7 @@ impl VerbsEndpoint {
         Self::connect_by(address, &Credential::Member(key.clone()), who)
     }
 
-    /// Connects with the cluster key or a ticket, which has the identity.
+    /// Connects with the cluster key, or with a ticket of this identity.
     ///
     /// # Errors
     /// The errors of [`connect`].
@@ -204,7 +204,7 @@ impl VerbsEndpoint {
             if has_waiter && !self.is_armed {
                 link.completions().arm();
                 self.is_armed = true;
-                // The device does not notify of completions that came before it was armed. Poll
+                // The device does not notify of completions from before it was armed, so this polls
                 // once more.
                 continue;
             }
@@ -253,7 +253,7 @@ impl VerbsEndpoint {
                 results.read(result_slot(number, limits), 8, message);
                 Some(u64::from_ne_bytes(message[..].try_into().expect("8 bytes")))
             }
-            // The message was sent. The target's answer says whether there was room.
+            // The message was sent. The target's answer contains whether there was room.
             Verb::Send { .. } => None,
         });
     }
@@ -348,7 +348,8 @@ impl Endpoint for VerbsEndpoint {
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
         if !self.has_waiter.swap(true, Ordering::Relaxed) {
-            // A completion may have come before the device was armed, so the caller must poll once.
+            // A completion may have arrived before the device was armed, so the caller must poll
+            // once.
             self.is_woken.store(true, Ordering::Relaxed);
             self.wake.wake();
         }

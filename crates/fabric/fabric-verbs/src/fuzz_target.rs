@@ -12,8 +12,8 @@ const NO_ACCESS: Access = Access { read: false, write: false, atomic: false };
 
 /// Parses a message of each end, and handles that of the target.
 ///
-/// The first byte says which key the initiator has asked for. Returns whether an end sends the
-/// rest as a message.
+/// The first byte selects the key that the initiator has requested. Returns whether an end sends
+/// the rest as a message.
 ///
 /// # Panics
 /// If a check fails.
@@ -37,7 +37,7 @@ pub fn parse(bytes: &[u8]) -> bool {
     initiator.is_some() || target.is_some()
 }
 
-/// Handles a message at an initiator that has asked for a key.
+/// Handles a message at an initiator that has requested a key.
 fn handle(message: &TargetMessage<'_>, asked: KeyId) {
     let mut cache = KeyCache::new(KEYS);
     assert_eq!(cache.look_up(asked, Right::Read, (0, 1), 0, 0), KeyLookup::Ask);

@@ -1,9 +1,9 @@
 //! The initiator's cache of device keys.
 //!
 //! A key of the fabric is the same for all initiators, but the key of a window is for one queue
-//! pair. So an initiator asks the target once for each key, and the target binds a window to the
-//! queue pair. An access beyond the window is refused here: the device would refuse it, too, and
-//! break the connection.
+//! pair. So an initiator requests each key once, and the target binds a window to the queue pair.
+//! An access beyond the window is refused here: the device would refuse it, too, and break the
+//! connection.
 
 use std::collections::HashMap;
 
@@ -39,11 +39,11 @@ pub(super) enum KeyLookup {
     /// Use this device key.
     Open(u32),
     Refused(WorkError),
-    /// Wait: the target has been asked for a key.
+    /// Wait for the target's answer to a request for a key.
     Wait,
-    /// Ask the target for the key.
+    /// Request the key.
     Ask,
-    /// Tell the target that this other key is not used any more, then ask.
+    /// Notify the target that this other key is not used any more, then request the key.
     Replace(KeyId),
 }
 
@@ -62,7 +62,7 @@ impl KeyCache {
         self.checks
     }
 
-    /// Looks up a key for work with the given number, which accesses `len` bytes at `addr`. Work
+    /// Finds a key for work with the given number, which accesses `len` bytes at `addr`. Work
     /// with numbers below `done` has ended.
     pub fn look_up(
         &mut self,
@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Wait);
         assert_eq!(keys.look_up(key_id(8), Right::Read, WHOLE, 0, 0), KeyLookup::Wait, "one at a time");
-        assert!(!keys.handle_opened(key_id(9), Some(opened(3))), "it was not asked");
+        assert!(!keys.handle_opened(key_id(9), Some(opened(3))), "the key was not requested");
         assert!(keys.handle_opened(key_id(7), Some(opened(3))));
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Open(3));
         let refused = KeyLookup::Refused(WorkError::RemoteAccess);
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(
             keys.look_up(key_id(8), Right::Read, WHOLE, 0, 0),
             KeyLookup::Ask,
-            "it may be bound by now"
+            "the key may be bound now"
         );
         keys.clear();
         assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
@@ -197,7 +197,7 @@ mod tests {
         known(&mut keys, Key(1), 0);
         known(&mut keys, Key(2), 1);
         assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 2), KeyLookup::Ask);
-        assert!(!keys.handle_full(key_id(4)), "it was not asked");
+        assert!(!keys.handle_full(key_id(4)), "the key was not requested");
         assert!(keys.handle_full(key_id(3)));
         assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 2), KeyLookup::Replace(key_id(1)));
         assert!(keys.handle_opened(key_id(3), Some(opened(4))));

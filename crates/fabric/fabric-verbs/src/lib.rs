@@ -3,8 +3,8 @@
 //!
 //! A connection is a reliable queue pair that librdmacm establishes. Both ends first prove by a
 //! Noise handshake, in messages over that queue pair, that they hold the cluster key. No region is
-//! open to peers as such: for each key that an initiator asks for, the target binds a window of
-//! type 2 to the initiator's queue pair. `docs/formats/fabric-verbs.md` has the messages.
+//! open to peers as such: for each key that an initiator requests, the target binds a window of
+//! type 2 to the initiator's queue pair. The messages are in `docs/formats/fabric-verbs.md`.
 //!
 //! - [`sys`]: safe wrappers of the two libraries, with all calls of them. The other unsafe code
 //!   posts work.
@@ -72,7 +72,7 @@ const MESSAGE_SLOT_BYTES: usize = messages::HEAD_BYTES + MESSAGE_BYTES_LIMIT;
 /// Number of message slots of an initiator: for messages, for answers, and a few more.
 #[expect(clippy::cast_possible_truncation, reason = "a small number")]
 const MESSAGE_SLOTS_MAX: u32 = 2 * RECEIVE_DEPTH_LIMIT as u32 + 8;
-/// Messages and WRITEs up to this length are copied into the work request.
+/// Greatest length of messages and WRITEs that are copied into the work request.
 const INLINE_BYTES: u32 = 64;
 /// Bound of the windows that are bound for one endpoint.
 const WINDOWS_EACH: usize = 256;

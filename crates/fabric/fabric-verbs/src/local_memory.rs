@@ -15,7 +15,7 @@ use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::work::{EndpointError, Limits, LocalKey, LocalSlice, WorkError};
 
-/// A part begins at a multiple of this, and extends by the longest transfer, so every slice lies in
+/// Alignment of parts in bytes. A part is longer by the longest transfer, so every slice lies in
 /// one part.
 const PART_BYTES: usize = 64 << 20;
 

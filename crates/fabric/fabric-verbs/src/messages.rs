@@ -1,5 +1,5 @@
-//! The messages after the handshake: what keys open, and the messages of users. They are parsed as
-//! hostile.
+//! The messages after the handshake: requests for keys, and the messages of users. They are parsed
+//! as hostile.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -16,9 +16,9 @@ pub(super) const HEAD_BYTES: usize = 32;
 /// A message from the initiator to the target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum InitiatorMessage<'a> {
-    /// Asks what a key opens.
+    /// Requests a key.
     Ask(KeyId),
-    /// Says that a key is not used any more.
+    /// Reports that a key is not used any more.
     Forget(KeyId),
     /// A message of the user with its number. The target answers it.
     Message(u64, &'a [u8]),
@@ -29,7 +29,7 @@ pub(super) enum InitiatorMessage<'a> {
 /// A message from the target to the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum TargetMessage<'a> {
-    /// What a key opens; `None` if it is not for this initiator.
+    /// The range and rights of a key; `None` if the key is not for this initiator.
     Opened(KeyId, Option<OpenedKey>),
     /// The initiator must first forget another key, because no more can be open.
     Full(KeyId),
@@ -52,7 +52,7 @@ pub(super) struct OpenedKey {
 #[repr(C)]
 struct Head {
     kind: u8,
-    /// Bits: 1 READ, 2 WRITE, 4 atomics. In `DELIVERED`: whether there was room.
+    /// Rights: 1 READ, 2 WRITE, 4 atomics. In `DELIVERED`: whether there was room.
     flags: u8,
     reserved: U16,
     key: U32,
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn messages_parse_as_encoded() {
         let opened =
             OpenedKey { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
         let mut bytes = Vec::new();
@@ -210,7 +210,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_without_harm(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+        fn any_bytes_parse_without_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
             let _ = (InitiatorMessage::parse(&bytes), TargetMessage::parse(&bytes));
         }
     }

@@ -1,6 +1,6 @@
 //! The mutations of the messages: checks that tests omit on purpose.
 //!
-//! Each is named at its check in `docs/formats/fabric-verbs.md`.
+//! `docs/formats/fabric-verbs.md` names each mutation at its check.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.

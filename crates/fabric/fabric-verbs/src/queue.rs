@@ -3,7 +3,7 @@
 //! A device does the work of one endpoint in order and reports it in order, so one signalled
 //! completion stands for all work that was posted before it. Two rules follow from what devices do
 //! not guarantee. A WRITE or an atomic can overtake an earlier READ or atomic unless it is fenced.
-//! After a refusal a device does nothing more, so later work is posted again over another
+//! After a refusal a device executes no further work, so later work is posted again over another
 //! connection.
 
 use std::collections::VecDeque;
@@ -85,8 +85,8 @@ impl WorkQueue {
         must_wait
     }
 
-    /// Completes all work up to and including `number`. `outcome` gives the value of each piece of
-    /// work without an outcome, or `None` if another message reports it.
+    /// Completes all work up to and including `number`. `outcome` returns the value of each piece
+    /// of work without an outcome, or `None` if another message reports it.
     pub fn done_through(&mut self, number: u64, mut outcome: impl FnMut(u64, &Work) -> Option<u64>) {
         let Some(last) = self.place(number) else { return };
         for (place, entry) in self.entries.iter_mut().take(last + 1).enumerate() {
@@ -104,7 +104,8 @@ impl WorkQueue {
         }
     }
 
-    /// Makes all work without an outcome be posted again. The device must not have done any of it.
+    /// Resets all work without an outcome to be posted again. The device must not have done any of
+    /// it.
     pub fn repost_all(&mut self) {
         self.next = self.first;
         self.skip_completed();
@@ -112,8 +113,8 @@ impl WorkQueue {
         self.atomics_until = 0;
     }
 
-    /// Fails all work without an outcome. The first gets the cause, the others are flushed. Returns
-    /// whether there was any.
+    /// Fails all work without an outcome. The first fails with the cause, the others are flushed.
+    /// Returns whether there was any.
     pub fn fail_all(&mut self, cause: WorkError) -> bool {
         let mut cause = Some(cause);
         for entry in &mut self.entries {
@@ -138,7 +139,7 @@ impl WorkQueue {
         Some(self.entries.get(self.place(number)?)?.work)
     }
 
-    /// The number of the oldest work that was not taken. All work before it has ended.
+    /// The number of the oldest work that was not polled. All work before it has ended.
     pub fn done(&self) -> u64 {
         self.first
     }
@@ -205,7 +206,7 @@ mod tests {
         after.post_next();
         after.done_through(0, |_, _| Some(8));
         assert_eq!(completed(&mut after), [(0, Ok(8))]);
-        assert!(!after.post_next(), "it is done");
+        assert!(!after.post_next(), "the READ is done");
     }
 
     #[test]

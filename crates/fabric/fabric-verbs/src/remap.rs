@@ -8,14 +8,14 @@ use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::{AliasMapping, Memory};
 
-/// How a device learns that addresses have other pages. The cheapest method that works is used and
-/// logged.
+/// The method by which a device gets the new pages of addresses. The cheapest method that works is
+/// used and logged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RemapMethod {
-    /// The device notices (on-demand paging) and is told to fetch the pages at once, so that no
-    /// access waits for it.
+    /// The kernel invalidates the device's translation (on-demand paging). The pages are prefetched
+    /// at once, so that no access waits for them.
     Prefetch,
-    /// The device notices and fetches the pages when they are touched.
+    /// The kernel invalidates the device's translation. Pages are fetched when they are touched.
     OnDemand,
     /// All windows are closed and the memory is registered again. Windows are bound again on
     /// request. Every device supports this.
@@ -60,7 +60,7 @@ pub(super) struct RemapRequest {
     pub len: usize,
 }
 
-/// A region as the device knows it.
+/// The registration of a region with the device.
 #[derive(Debug)]
 pub(super) enum LentRegion {
     Fixed(Registration),
@@ -153,7 +153,7 @@ impl Remappable {
     /// region stays closed.
     pub fn remap_closed(&mut self, order: &RemapRequest) -> io::Result<()> {
         self.view.remap(order.at, order.from, order.len)?;
-        // The old registration goes first, because it pins its pages.
+        // The old registration is dropped first, because it pins its pages.
         self.registration = None;
         let made =
             Registration::of_view(self.device, Arc::clone(&self.view), self.base, RegistrationUse::Windows)?;

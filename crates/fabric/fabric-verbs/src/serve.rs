@@ -1,5 +1,5 @@
-//! The target's thread: it accepts initiators, answers what keys open, binds windows and transfers
-//! messages.
+//! The target's thread, which accepts initiators, answers requests for keys, binds windows and
+//! transfers messages.
 //!
 //! - [`admission`]: authenticates initiators, and begins or resumes sessions.
 //! - [`requests`]: serves requests of admitted initiators.
@@ -41,12 +41,12 @@ const UNAUTHENTICATED_MAX: usize = 64;
 /// Bound of the messages and binds in flight of one session.
 const SESSION_DEPTH: usize = 64;
 /// The interval at which expired handshakes and sessions are ended.
-const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const EXPIRY_CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 pub(super) struct VerbsServer {
     // Fields are dropped in this order, so a resource outlives its users.
     sessions: HashMap<usize, VerbsSession>,
-    #[expect(dead_code, reason = "it listens for as long as it is kept")]
+    #[expect(dead_code, reason = "the field keeps the listener")]
     listener: CmConnection,
     events: CmEvents,
     receives: SharedReceives,
@@ -137,7 +137,7 @@ impl VerbsServer {
             self.send_messages(shared);
             self.end_expired(shared);
             self.completions.arm();
-            // The device does not notify of completions that came before it was armed.
+            // The device does not notify of completions from before it was armed.
             if self.handle_completions(shared) == 0 {
                 self.wait(shared);
             }
@@ -150,7 +150,7 @@ impl VerbsServer {
             PollFd::from_borrowed_fd(self.events.as_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(self.completions.fd(), PollFlags::IN),
         ];
-        if let Err(error) = rustix::event::poll(&mut polled, Some(&TICK))
+        if let Err(error) = rustix::event::poll(&mut polled, Some(&EXPIRY_CHECK_INTERVAL))
             && error != rustix::io::Errno::INTR
         {
             tracing::error!(%error, "cannot poll the RDMA device; retrying");
@@ -184,8 +184,8 @@ impl VerbsServer {
         }
     }
 
-    /// Closes all sessions of a fenced host. When this returns nothing of them is served, and none
-    /// can be resumed.
+    /// Closes all sessions of a fenced host. When this returns none of them is served, and none can
+    /// be resumed.
     fn fence(&mut self, shared: &VerbsShared, host: Host, epoch: u64) {
         let is_fenced = |who: Identity| who.host == host && who.epoch <= epoch;
         let is_of_host = |session: &VerbsSession| session.peer().is_some_and(|peer| is_fenced(peer.who));
@@ -249,7 +249,7 @@ impl VerbsServer {
         // handled first.
         self.handle_completions(shared);
         if self.sessions.values().filter(|session| session.peer().is_none()).count() >= UNAUTHENTICATED_MAX {
-            return Err(io::Error::other("too many unfinished handshakes"));
+            return Err(io::Error::other("the limit of unfinished handshakes is reached"));
         }
         let Self { device, completions, receives, .. } = self;
         let pair =

@@ -39,7 +39,7 @@ pub(super) struct PendingBind {
     pub end: BindEnd,
 }
 
-/// What happens to a window when its bind has ended.
+/// The action when the bind of a window has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum BindEnd {
     Open,
@@ -53,7 +53,7 @@ pub(super) enum BindEnd {
 #[derive(Debug)]
 pub(super) struct BoundWindow {
     /// The window is open until this is dropped.
-    #[expect(dead_code, reason = "it is open for as long as it is kept")]
+    #[expect(dead_code, reason = "the field keeps the window open")]
     pub window: Window,
     pub region: usize,
     /// The addresses that the window opens.
@@ -85,7 +85,7 @@ pub(super) enum QueuedRequest {
 #[derive(Debug)]
 pub(super) struct VerbsSession {
     pub windows: HashMap<KeyId, BoundWindow>,
-    /// By completion id.
+    /// The requests that the device is processing, by completion id.
     pub in_flight: HashMap<u64, InFlightRequest>,
     pub connection: CmConnection,
     pub pair: QueuePair,
@@ -120,7 +120,7 @@ impl VerbsSession {
     }
 
     /// Number of windows that are bound or being bound.
-    pub fn windows_taken(&self) -> usize {
+    pub fn windows_in_use(&self) -> usize {
         self.windows.len() + self.bindings().count()
     }
 
@@ -138,15 +138,15 @@ impl VerbsSession {
 
     /// Closes the windows of an invalidated key.
     pub fn invalidate(&mut self, key: Key) {
-        // When this returns the freed window opens nothing any more.
+        // When the window is freed it opens nothing any more.
         self.windows.remove(&KeyId::at(key, 0));
         for binding in self.bindings_mut().filter(|binding| binding.key_id.key == key) {
             binding.end = BindEnd::Discard;
         }
     }
 
-    /// Closes the windows of key-table keys in a range. An initiator that asks again gets the
-    /// current entry.
+    /// Closes the windows of key-table keys in a range. An initiator that requests a key again gets
+    /// the current entry.
     pub fn expel(&mut self, range: &Range<u64>) {
         self.windows.retain(|key_id, bound| !bound.is_of_table_in(*key_id, range));
         for binding in
@@ -183,7 +183,7 @@ impl VerbsSession {
         })
     }
 
-    /// Whether the handshake took too long.
+    /// Whether the deadline of the handshake has passed.
     pub fn is_expired(&self, now: Instant) -> bool {
         match self.phase {
             SessionPhase::Authenticating(deadline)

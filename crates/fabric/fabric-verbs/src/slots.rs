@@ -9,17 +9,17 @@ use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 
-/// Bits of completion ids. A received message has its slot and the first bit, a sent message its
-/// slot and the second bit. Other work has neither.
+/// Bit of the completion id of a received message, which also has the message's slot.
 pub(super) const RECEIVED_BIT: u64 = 1 << 62;
+/// Bit of the completion id of a sent message, which also has the message's slot.
 pub(super) const SENT_BIT: u64 = 1 << 63;
 
-/// The slot that a completion id names.
+/// The slot in a completion id.
 pub(super) fn slot_of(id: u64) -> u32 {
     u32::try_from(id & u64::from(u32::MAX)).expect("32 bits")
 }
 
-/// Slots of one size. [`MessageSlots::allocate`] allocates them.
+/// A set of slots of one size.
 #[derive(Debug)]
 pub(super) struct MessageSlots {
     registration: Registration,
@@ -29,7 +29,7 @@ pub(super) struct MessageSlots {
 }
 
 impl MessageSlots {
-    /// Makes `count` free slots.
+    /// Creates `count` free slots.
     ///
     /// # Errors
     /// If there is no memory, or the device does not accept it.

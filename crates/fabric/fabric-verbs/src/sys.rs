@@ -1,5 +1,5 @@
-//! Safe wrappers of libibverbs and librdmacm. The libraries are loaded at the first call. Where
-//! they are not installed, every call fails with an error that says so.
+//! Safe wrappers of libibverbs and librdmacm. The libraries are loaded at the first call. If they
+//! are not installed, every call fails with an error that names the library.
 
 pub(super) mod completions;
 pub(super) mod connection;

@@ -1,5 +1,5 @@
 //! The owner's end: changes keys and fences. A thread of its own accepts initiators and binds
-//! windows. It takes no part in READs and WRITEs.
+//! windows. The devices execute READs and WRITEs without it.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -39,7 +39,7 @@ pub struct VerbsTarget {
     address: SocketAddr,
 }
 
-/// A command to the thread. The sender is used when the command is done.
+/// A command to the thread, which reports its end by the sender.
 pub(super) enum ServerCommand {
     /// Close the windows of a key.
     Invalidate(Key, Sender<()>),
@@ -73,13 +73,13 @@ pub(super) struct VerbsTargetState {
 }
 
 impl VerbsTargetState {
-    /// Ends a session for good.
+    /// Ends a session, which then cannot be resumed.
     pub fn release(&mut self, peer: &VerbsPeer) {
         self.peers.release(peer);
     }
 
-    /// Stores a region that was just added to the tables, and reports if the device did not accept
-    /// it.
+    /// Stores a region that was just added to the tables. Returns an error if the device did not
+    /// accept its memory.
     fn keep(&mut self, slot: usize, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
         let (lent, outcome) = match lent {
             Ok(lent) => (lent, Ok(())),
@@ -106,7 +106,7 @@ impl VerbsShared {
     fn command<T>(&self, make: impl FnOnce(Sender<T>) -> ServerCommand) -> Option<T> {
         let (done, is_done) = channel();
         let mut state = self.lock();
-        // A thread that has ended serves nothing any more, so the command is done.
+        // A thread that has ended serves no sessions, so the command is done.
         if !state.is_served {
             return None;
         }
@@ -217,7 +217,7 @@ impl VerbsTarget {
         }
     }
 
-    /// The address at which it listens, with the actual port if port 0 was requested.
+    /// The address at which the target listens, with the actual port if port 0 was requested.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -242,7 +242,8 @@ impl std::fmt::Debug for VerbsTarget {
 }
 
 impl Target for VerbsTarget {
-    /// A device translates addresses by tables of its own: see [`VerbsTarget::register_movable`].
+    /// Registers memory without a translation table: a device translates addresses by its own
+    /// tables (see [`VerbsTarget::register_movable`]).
     fn register_as(&self, new: Registration) -> Result<Region, TargetError> {
         if new.map.is_some() {
             let (what, provider) = ("translation tables", "the verbs provider");

@@ -12,7 +12,7 @@ use crate::target::{Target, TargetError};
 use crate::tcp::{self, ConnectOptions};
 use crate::work::{Endpoint, EndpointError};
 
-/// Connects to the target at an address.
+/// A function that connects to the target at an address.
 pub type ConnectFn = fn(SocketAddr, &Credential, Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
 /// Opens a target at an address of this machine. Returns the target and the address at which it
 /// listens.
@@ -71,7 +71,7 @@ pub enum FabricAddressError {
 }
 
 impl FabricAddress {
-    /// Parses what [`Self::provider`] and [`Self::address`] returned.
+    /// Parses a provider and an address as [`Self::provider`] and [`Self::address`] return them.
     ///
     /// # Errors
     /// If this program does not know the provider or cannot parse the address.
@@ -106,7 +106,7 @@ impl FabricAddress {
         }
     }
 
-    /// The same provider at another address. A path stays as it is.
+    /// Replaces the address of a TCP listener or an RDMA device. A path stays as it is.
     #[must_use]
     pub fn at(self, address: SocketAddr) -> Self {
         match self {
@@ -120,7 +120,7 @@ impl FabricAddress {
     /// to TCP.
     ///
     /// # Errors
-    /// Those of the provider; or that the cluster key is missing.
+    /// The errors of the provider; or that the cluster key is missing.
     pub fn connect(
         &self,
         who: Identity,
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn addresses_parse_as_written() {
         let address = "[::1]:7400".parse().unwrap();
         for reach in [
             FabricAddress::Shm("/run/x/node-1.sock".into()),

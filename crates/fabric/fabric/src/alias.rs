@@ -10,8 +10,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::Memory;
 use crate::memory::u64_from;
 
-/// A range of addresses as long as a memory. At first each address maps the byte with the same
-/// offset.
+/// A range of addresses as long as a memory, which initially maps each byte of the memory at its
+/// own offset.
 #[derive(Debug)]
 pub struct AliasMapping {
     memory: Arc<Memory>,
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_of_whole_pages_or_not_inside_is_refused() {
+    fn ranges_of_partial_pages_or_outside_are_refused() {
         let memory = Arc::new(Memory::create("test", 4 * PAGE).unwrap());
         let view = AliasMapping::new(memory, 0).unwrap();
         for (at, from, len) in [(1, 0, PAGE), (0, 1, PAGE), (0, 0, 1), (0, 0, 0)] {

@@ -17,7 +17,7 @@ pub struct BackgroundTask<T> {
 }
 
 impl<T: Send + 'static> BackgroundTask<T> {
-    /// Starts the task. `work` gets a function that says whether the result is still awaited.
+    /// Starts the task. `work` gets a function that returns whether the result is still awaited.
     ///
     /// # Errors
     /// If the thread cannot be started.

@@ -1,22 +1,22 @@
-//! Operations that are posted together and waited for together, and messages that are waited for.
+//! Synchronous use of an endpoint: runs batches of operations, and waits for messages.
 
 use std::time::{Duration, Instant};
 
 use crate::work::{Completion, Endpoint, PostError, Verb, Work, WorkError};
 
-/// Interval of checks whether the endpoint is broken: one that breaks wakes no waiting thread.
+/// Interval at which a waiting thread checks the endpoint: one that breaks wakes no thread.
 const BROKEN_CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// The number of the last operation of a batch in flight. All before it are done when it is.
+/// The id of the last operation of a batch. The operations before it are done when it is.
 const LAST_ID: u64 = u64::MAX;
 
 /// Why a batch was not completed, or no message arrived.
 ///
 /// Operations may still be in flight, and write to local memory later. So the endpoint must not be
-/// used for anything else afterwards.
+/// used for other work afterwards.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BatchError {
     /// The deadline passed.
-    #[error("the peer has not answered in time")]
+    #[error("the peer did not answer in time")]
     Timeout,
     /// The endpoint broke.
     #[error("the connection broke")]
@@ -35,7 +35,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// An empty batch.
+    /// Creates an empty batch.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -47,10 +47,10 @@ impl Batch {
     }
 
     /// Posts all operations and waits until each has completed or failed. The batch is empty
-    /// afterwards; [`Self::failures`] has what failed.
+    /// afterwards; [`Self::failures`] returns the failed operations.
     ///
     /// # Errors
-    /// If they have not all completed at the deadline, the endpoint is broken, or its queue is too
+    /// If not all operations completed by the deadline, the endpoint is broken, or its queue is too
     /// short.
     pub fn run(&mut self, endpoint: &mut dyn Endpoint, deadline: Instant) -> Result<(), BatchError> {
         self.failures.clear();
@@ -95,7 +95,7 @@ impl Batch {
 /// Waits for a message, and appends it to `out`.
 ///
 /// # Errors
-/// If none arrives until the deadline, or the endpoint is broken.
+/// If no message arrives by the deadline, or the endpoint is broken.
 pub fn receive_until(
     endpoint: &mut dyn Endpoint,
     out: &mut Vec<u8>,
@@ -132,7 +132,7 @@ mod tests {
     const KEY: ClusterKey = ClusterKey([3; 32]);
 
     #[test]
-    fn a_batch_says_which_of_its_operations_failed() {
+    fn a_batch_reports_which_operations_failed() {
         let address = "127.0.0.1:0".parse().unwrap();
         let target = TcpTarget::listen(address, &KEY, TcpOptions::default()).unwrap();
         let memory = Arc::new(Memory::create("remote", 4096).unwrap());
@@ -158,6 +158,6 @@ mod tests {
             assert_eq!(batch.failure_of((wrong + 1) % 3), None);
         }
         assert_eq!(own.load_u64(0), 7);
-        assert_eq!(batch.run(&mut *endpoint, deadline), Ok(()), "it is empty");
+        assert_eq!(batch.run(&mut *endpoint, deadline), Ok(()), "the batch is empty");
     }
 }

@@ -1,4 +1,4 @@
-//! Control memory: the connected endpoints, the fenced ones, and what each key opens.
+//! Control memory: the connected and the fenced endpoints, and the ranges that keys open.
 //!
 //! The target writes keys and states; each endpoint writes only its own `active` word. An endpoint
 //! makes `active` odd before it reads any key. To invalidate a key, the target clears the key's tag
@@ -39,7 +39,7 @@ const CHANGES_AT: usize = 128;
 /// The number of messages, which a sleeping target waits on, and the number of its waiting threads.
 const ARRIVALS_AT: usize = 192;
 const WAITING_AT: usize = 196;
-/// A bit for each endpoint that has sent messages since the target looked for them.
+/// A bit for each endpoint that has sent messages since the target last checked it.
 const MAIL_AT: usize = 1024;
 const _: () = assert!(MAIL_AT + ENDPOINTS_LIMIT / 8 <= ENDPOINT_TABLE_AT);
 
@@ -71,9 +71,11 @@ pub const OPEN: u32 = 1;
 /// Slot state: the endpoint is fenced and may do nothing more.
 pub const FENCED: u32 = 2;
 
-/// Polls before a waiting thread yields, then yields before it sleeps.
+/// Polls of a waiting thread before it yields the processor.
 const SPINS: u32 = 200;
+/// Yields of a waiting thread before it sleeps.
 const YIELDS: u32 = 2000;
+/// Sleep between two polls of a waiting thread, after its spins and yields.
 const SLEEP_TIME: Duration = Duration::from_micros(50);
 
 /// Why control memory of a target cannot be used.
@@ -85,10 +87,10 @@ pub enum ControlError {
     /// The memory cannot be mapped.
     #[error("control memory: {0}")]
     Memory(io::Error),
-    /// It is not control memory.
+    /// The memory is not control memory.
     #[error("the control memory has a wrong magic number")]
     Magic,
-    /// It has another version.
+    /// The control memory has another version.
     #[error("the control memory has version {0}, this program knows version {VERSION}")]
     Version(u32),
     /// The numbers of slots contradict the size.
@@ -165,7 +167,7 @@ impl ControlMemory {
         Ok(Self { memory, endpoints, keys, regions, slots_used: AtomicUsize::new(endpoints) })
     }
 
-    /// See [`Memory::without_fd`].
+    /// Closes the descriptor, and keeps the mapping: see [`Memory::without_fd`].
     pub fn without_fd(mut self) -> Self {
         self.memory = self.memory.without_fd();
         self
@@ -214,7 +216,8 @@ impl ControlMemory {
         self.set_state(slot, OPEN);
     }
 
-    /// Records the process of an endpoint, so that [`crate::shm::retire`] can see whether it lives.
+    /// Records the process of an endpoint, so that [`crate::shm::retire`] can check that it is
+    /// alive.
     pub fn set_process(&self, slot: usize, pid: u32) {
         self.endpoint_u32(slot, PROCESS_IN).store(pid, Ordering::Relaxed);
     }
@@ -293,7 +296,7 @@ impl ControlMemory {
         self.memory.atomic_u64(at + SERIAL_IN).store(serial, Ordering::Release);
     }
 
-    /// Removes a region whose keys are all unbound. An endpoint forgets its memory before its next
+    /// Removes a region whose keys are all unbound. An endpoint unmaps the region before its next
     /// access. Drain before the slot is published again.
     pub fn remove_region(&self, region: usize) {
         self.memory.atomic_u64(self.region_at(region) + SERIAL_IN).store(0, Ordering::SeqCst);
@@ -344,7 +347,7 @@ impl ControlMemory {
         let arrivals = self.u32(ARRIVALS_AT);
         arrivals.fetch_add(1, Ordering::SeqCst);
         if self.u32(WAITING_AT).load(Ordering::SeqCst) > 0 {
-            // Fails only for arguments that are wrong.
+            // Fails only for wrong arguments.
             let _ = futex::wake(arrivals, futex::Flags::empty(), u32::MAX >> 1);
         }
     }
@@ -380,7 +383,7 @@ impl ControlMemory {
         let seen = arrivals.load(Ordering::SeqCst);
         if !has_message() {
             let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
-            // Ends early if a message is announced or a signal comes; the caller looks again.
+            // Ends early if a message is announced or a signal comes; the caller checks again.
             let _ = futex::wait(arrivals, futex::Flags::empty(), seen, timeout.as_ref());
         }
         waiting.fetch_sub(1, Ordering::SeqCst);
@@ -437,7 +440,7 @@ impl ControlMemory {
         true
     }
 
-    /// What a valid key opens. The `active` word of the calling endpoint must be odd.
+    /// The grant of a valid key. The `active` word of the calling endpoint must be odd.
     #[inline]
     pub fn lookup(&self, key: Key) -> Option<KeyGrant> {
         let (index, tag) = split(key);

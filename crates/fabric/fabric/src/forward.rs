@@ -53,9 +53,9 @@ macro_rules! forward_endpoint {
             self.$inner.is_away()
         }
     };
-    (@give_up $inner:ident) => {
-        fn give_up(&mut self) {
-            self.$inner.give_up();
+    (@treat_as_away $inner:ident) => {
+        fn treat_as_away(&mut self) {
+            self.$inner.treat_as_away();
         }
     };
     (@is_broken $inner:ident) => {

@@ -26,7 +26,7 @@ fn golden_refusals() {
     ];
     for reason in &reasons {
         golden.text(&reason.to_string(), &(reason.code() as u16).to_string());
-        let refusal = Refusal::parse(&reason.to_refusal().encode()).expect("it has a code");
+        let refusal = Refusal::parse(&reason.to_refusal().encode()).expect("the refusal has a code");
         assert_eq!(refusal, reason.to_refusal());
         let error = EndpointError::Refused { address: "a".into(), refusal };
         assert_eq!(error.is_target_away(), matches!(reason, RefusalReason::GoingAway), "{reason}");
@@ -41,7 +41,7 @@ fn golden_refusals() {
 #[test]
 fn golden_names_of_providers() {
     let mut golden = golden!("reach");
-    let address = "10.0.0.1:7400".parse().expect("it is an address");
+    let address = "10.0.0.1:7400".parse().expect("the text is an address");
     let shm = FabricAddress::Shm("/run/node-1.sock".into());
     for reach in [shm, FabricAddress::Tcp(address), FabricAddress::Verbs(address)] {
         let (provider, address) = (reach.provider(), reach.address());

@@ -1,8 +1,8 @@
 //! The handshake of connections over a network: both ends prove that they hold the cluster key, or
-//! the secret of a ticket, then exchange hello and welcome. `common` has what these messages share
-//! with those of shared memory.
+//! the secret of a ticket, then exchange hello and welcome. `common` has the parts that these
+//! messages and those of shared memory have in common.
 //!
-//! `docs/formats/fabric-tcp.md` has the bytes.
+//! The format is in `docs/formats/fabric-tcp.md`.
 
 pub(crate) mod common;
 #[cfg(test)]
@@ -26,7 +26,7 @@ use self::hello::{Hello, Reply, Welcome};
 use self::secure::initiate_by;
 use crate::work::EndpointError;
 
-/// A connection is closed if its handshake takes longer.
+/// Longest time of a handshake. A connection whose handshake takes longer is closed.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bound of the connections with an unfinished handshake. Over shared memory, more wait in the
 /// socket's backlog; over TCP, the oldest one is ended.

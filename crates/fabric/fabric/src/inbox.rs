@@ -1,4 +1,4 @@
-//! The messages of all initiators that a target has not taken, for providers over a network.
+//! Messages of all initiators that a target has not received yet, for providers over a network.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::target::Sender;
 
-/// The number of untaken messages of one session. It is changed under the inbox's lock.
+/// The number of unreceived messages of one session. Changed only under the inbox's lock.
 pub type UntakenCount = Arc<AtomicUsize>;
 
 /// Messages in the order of their arrival.
@@ -24,7 +24,7 @@ struct InboxState {
     messages: VecDeque<InboxMessage>,
     /// Threads in [`Inbox::wait`].
     waiting: usize,
-    /// Sessions that ended with untaken messages, oldest first.
+    /// Sessions that ended with unreceived messages, oldest first.
     ended: VecDeque<UntakenCount>,
 }
 
@@ -36,7 +36,7 @@ struct InboxMessage {
 }
 
 impl Inbox {
-    /// Stores a message of a session. Returns false if the session has `depth` untaken messages.
+    /// Stores a message of a session. Returns false if the session has `depth` unreceived messages.
     pub fn deliver(&self, from: Sender, untaken: &UntakenCount, bytes: Vec<u8>, depth: usize) -> bool {
         let mut state = self.state.lock();
         if untaken.load(Ordering::Relaxed) >= depth {
@@ -59,8 +59,8 @@ impl Inbox {
         Some(from)
     }
 
-    /// Keeps the untaken messages of a session that has ended. If more than `ended_max` ended
-    /// sessions have some, the messages of the oldest are dropped.
+    /// Keeps the unreceived messages of a session that has ended. If more than `ended_max` ended
+    /// sessions have some, the messages of the oldest session are dropped.
     pub fn end(&self, untaken: &UntakenCount, ended_max: usize) {
         let mut state = self.state.lock();
         let InboxState { messages, ended, .. } = &mut *state;

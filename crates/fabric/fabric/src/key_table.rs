@@ -1,5 +1,5 @@
-//! Key tables: entries in a region's own memory that say which key opens each run of pages, and to
-//! which tenant.
+//! Key tables: entries in a region's own memory, each with the key that opens a run of pages, and
+//! the tenant that owns the run.
 //!
 //! A host with write access to the table binds or revokes a key by one WRITE or CAS, without the
 //! target's processor (FineMem's memory windows). A key of a table encodes the length of its run.
@@ -26,7 +26,7 @@ pub const ROW_ENTRIES: u64 = 544;
 /// The greatest class. A run has 4 KiB · 2^class bytes.
 pub const CLASS_MAX: u8 = 9;
 
-/// From this class on, the entry of a run is that of its first 128 KiB.
+/// The least class of runs whose entry is that of their first 128 KiB.
 const MIDDLE_CLASS: u8 = 5;
 const MIDDLE_FIRST: u64 = 16;
 const PAGES_FIRST: u64 = 32;
@@ -53,13 +53,13 @@ pub struct KeyTable {
 pub struct KeyEntry(pub u64);
 
 impl KeyEntry {
-    /// An entry whose key opens the run to the tenant.
+    /// Creates an entry whose key opens the run to the tenant.
     #[must_use]
     pub const fn open(key: Key, tenant: Tenant) -> Self {
         Self(((owner(tenant) as u64) << 32) | key.0 as u64)
     }
 
-    /// An entry of a run that the tenant owns and no key opens.
+    /// Creates an entry of a run that the tenant owns and no key opens.
     #[must_use]
     pub const fn closed(tenant: Tenant) -> Self {
         Self::open(Key(0), tenant)
@@ -98,7 +98,7 @@ const fn owner(tenant: Tenant) -> u32 {
 }
 
 impl Key {
-    /// A key for a run of 4 KiB · 2^`class`, with the given random bits.
+    /// Creates a key for a run of 4 KiB · 2^`class`, with the given random bits.
     #[must_use]
     pub const fn of_run(class: u8, random: u32) -> Self {
         Self(TABLE_BIT | (class as u32) << CLASS_SHIFT | (random & RANDOM_MASK))
@@ -150,7 +150,7 @@ pub struct PlacedTable {
 }
 
 impl PlacedTable {
-    /// The table of the region that begins at `base`.
+    /// Places the table of the region that begins at `base`.
     pub fn at(region: usize, base: u64, table: &KeyTable) -> Self {
         Self { region, base, table: table.clone() }
     }
@@ -179,8 +179,8 @@ impl PlacedTable {
         addr.checked_sub(self.base).is_some_and(|offset| self.table.data.contains(&offset))
     }
 
-    /// The range that the key opens to `who` at an address, by the current entry. `memory` is that
-    /// of the region.
+    /// The range that the key opens to this endpoint at an address, by the
+    /// current entry. `memory` must be the region's.
     #[inline]
     pub fn grant(&self, memory: &Memory, who: Identity, key: Key, addr: u64) -> Option<KeyGrant> {
         let run = key.run(addr)?;
@@ -252,7 +252,7 @@ mod tests {
                 };
             put(&memory, number, KeyEntry::open(key, Tenant(7)));
             let opened = |key, who, addr| placed.grant(&memory, who, key, addr);
-            let grant = opened(key, of(7), data + inside).expect("it is open");
+            let grant = opened(key, of(7), data + inside).expect("the key opens the run");
             assert_eq!((grant.base, grant.len, grant.region), (data + start, bytes, 3));
             assert!(grant.check(of(7), Right::Write, data + start, bytes).is_ok());
             assert!(grant.check(of(7), Right::Write, data + start, bytes + 1).is_err());
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_or_not_of_the_data_is_refused() {
+    fn keys_of_other_kinds_and_addresses_outside_the_data_are_refused() {
         let (placed, memory) = placed();
         let at = |addr, key| placed.grant(&memory, of(0), key, addr);
         for addr in [0, BASE - 1, BASE, BASE + ROW_BYTES - 1, BASE + 3 * ROW_BYTES, u64::MAX, u64::MAX - 4095]

@@ -1,4 +1,4 @@
-//! Key numbers, the ranges that keys grant, and the placement of regions. All providers share this.
+//! Key numbers, the ranges that keys grant, and the placement of regions, for all providers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -20,7 +20,7 @@ pub const WINDOWS_LIMIT: usize = KEYS_LIMIT - REGIONS_LIMIT;
 pub const KEYS_LIMIT: usize = 1 << INDEX_BITS;
 /// The default of the greatest number of regions of one target.
 pub const REGIONS_DEFAULT: usize = 64;
-/// Regions begin at multiples of this. At least as much unregistered space lies between them.
+/// Alignment of regions in bytes, and the least unregistered space between two regions.
 const REGION_ALIGN: u64 = 2 << 20;
 
 /// The slot and the tag of a key.
@@ -63,16 +63,16 @@ pub struct KeyGrant {
     pub base: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Operations that it allows.
+    /// Operations that the key allows.
     pub access: Access,
-    /// Initiators that it admits.
+    /// Endpoints that may use the key.
     pub scope: Scope,
     /// Index of the region that holds the range.
     pub region: usize,
 }
 
 impl KeyGrant {
-    /// Checks whether `who` may access `len` bytes at `addr` with this right.
+    /// Checks that an endpoint may access `len` bytes at `addr` with this right.
     #[inline]
     pub fn check(&self, who: Identity, right: Right, addr: u64, len: u64) -> Result<(), WorkError> {
         if admits(self.scope, who) {
@@ -122,7 +122,7 @@ pub fn admits(scope: Scope, who: Identity) -> bool {
 pub struct KeySlots {
     tags: Vec<u32>,
     free_windows: VecDeque<usize>,
-    /// Slots of regions that have been used, or passed over.
+    /// Free slots of regions below `regions_used`.
     free_regions: VecDeque<usize>,
     /// The first slot of a region that was never used.
     regions_used: usize,
@@ -132,7 +132,8 @@ pub struct KeySlots {
 }
 
 impl KeySlots {
-    /// Slots for the given numbers of regions and windows. `secret` makes tags hard to guess.
+    /// Creates slots for the given numbers of regions and windows. `secret` makes tags hard to
+    /// guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         assert!(regions_max <= REGIONS_LIMIT, "at most {REGIONS_LIMIT} regions");
         assert!(windows_max <= WINDOWS_LIMIT, "at most {WINDOWS_LIMIT} windows");
@@ -169,7 +170,7 @@ impl KeySlots {
         Ok((index, self.fresh(index)))
     }
 
-    /// Takes a slot of a region, if it is free.
+    /// Allocates a certain slot of a region, if it is free.
     fn claim_region(&mut self, index: usize) -> bool {
         if index >= self.regions_used {
             self.free_regions.extend(self.regions_used..index);
@@ -241,8 +242,9 @@ pub struct AddressSpace {
 }
 
 impl AddressSpace {
-    /// Places a fixed region behind all earlier ones. It never begins at zero, and never touches
-    /// another region, so an access past its end hits nothing. `None` if no addresses are left.
+    /// Places a fixed region behind all earlier ones. The region never begins at zero, and never
+    /// touches another region, so an access past its end hits nothing. `None` if no addresses are
+    /// left.
     pub fn place(&mut self, slot: usize, len: u64) -> Option<Range<u64>> {
         let base = (self.fixed_end.div_ceil(REGION_ALIGN) + 1) * REGION_ALIGN;
         let end = base.checked_add(len).filter(|end| *end <= MOVABLE_BASE - REGION_ALIGN)?;
@@ -298,7 +300,7 @@ mod tests {
     use crate::target::{Host, Tenant};
 
     #[test]
-    fn a_slot_goes_through_every_tag_before_one_comes_again() {
+    fn a_slot_uses_every_tag_before_one_is_reused() {
         for secret in 0..20 {
             let mut slots = KeySlots::new(1, 1, secret);
             let mut seen = HashSet::new();
@@ -319,7 +321,7 @@ mod tests {
         slots.release_region(first);
         let claimed = |slots: &mut KeySlots, key| slots.allocate_region(Some(key));
         assert_eq!(claimed(&mut slots, key).unwrap(), (0, key), "a free slot");
-        assert!(claimed(&mut slots, key).is_err(), "it is in use");
+        assert!(claimed(&mut slots, key).is_err(), "the slot is in use");
         let last = Key(9 << INDEX_BITS | 2);
         assert_eq!(claimed(&mut slots, last).unwrap(), (2, last), "a slot that was never used");
         for wrong in [Key(0), Key(2), Key(9 << INDEX_BITS | 3), Key(1 << 31 | 9 << INDEX_BITS | 1)] {

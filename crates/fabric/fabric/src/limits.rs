@@ -64,7 +64,7 @@ impl Limits {
 /// A number that is zero or exceeds its limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OutOfBounds {
-    /// What the number counts.
+    /// The name of the counted things.
     pub name: &'static str,
     value: usize,
     limit: usize,

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Transfers up to this size are copied word by word when both ends are 8-aligned.
+/// Longest transfer, in bytes, that is copied word by word when both ends are 8-aligned.
 const WORDWISE_BYTES_MAX: usize = 256;
 
 /// An owned shared mapping of a memfd: readable, and writable unless it was mapped read-only.
@@ -31,9 +31,9 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Creates a memfd of `len` zero bytes and maps it. It can never shrink, so no holder of its
-    /// descriptor can make an access of another holder fault. A page takes memory when it is first
-    /// touched.
+    /// Creates a memfd of `len` zero bytes and maps it. The memfd can never shrink, so no holder of
+    /// its descriptor can make an access of another holder fault. A page takes memory when it is
+    /// first touched.
     ///
     /// # Errors
     /// If `len` is zero or the system refuses.
@@ -76,7 +76,7 @@ impl Memory {
         Self::map(fd, len, true)
     }
 
-    /// As [`Self::whole_revocable`], for reading only.
+    /// Maps the whole of a memfd like [`Self::whole_revocable`], for reading only.
     ///
     /// # Errors
     /// If the system refuses, or the file is empty.
@@ -89,7 +89,7 @@ impl Memory {
     /// SIGBUS.
     ///
     /// # Errors
-    /// If it was not created as revocable, or has no descriptor.
+    /// If the memory was not created as revocable, or has no descriptor.
     pub fn revoke(mut self) -> io::Result<()> {
         let fd = self.fd.take().ok_or_else(|| refused("the memory has no descriptor".into()))?;
         // This process must not have it mapped.
@@ -105,7 +105,7 @@ impl Memory {
         Self::create(name, len).map(Self::without_fd)
     }
 
-    /// The same memory, of which this process keeps the mapping and not the descriptor.
+    /// Closes the descriptor of the memory, and keeps the mapping.
     #[must_use]
     pub fn without_fd(mut self) -> Self {
         self.fd = None;
@@ -206,7 +206,7 @@ impl Memory {
 
     /// Length in bytes.
     #[must_use]
-    #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
+    #[expect(clippy::len_without_is_empty, reason = "a memory is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
@@ -220,7 +220,7 @@ impl Memory {
         self.fd.as_ref().expect("memory without a descriptor is not passed on").as_fd()
     }
 
-    /// The same for an owner that may outlive the mapping.
+    /// The memfd, for an owner that may outlive the mapping.
     ///
     /// # Panics
     /// As [`Self::fd`].
@@ -229,7 +229,7 @@ impl Memory {
         Arc::clone(self.fd.as_ref().expect("memory without a descriptor is not passed on"))
     }
 
-    /// First byte. The memory may be changed by other processes at any time. It must not be written
+    /// The first byte. Other processes may change the memory at any time. It must not be written
     /// if it was mapped read-only.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
@@ -422,9 +422,9 @@ impl std::fmt::Debug for Memory {
 
 /// Copies between memories that other threads or processes may be writing.
 ///
-/// A copy of at most 256 aligned bytes goes word by word. A reader that races with an atomic then
-/// sees the word before or after it, never a mixture. The pool reads its words by plain READs and
-/// depends on this.
+/// A copy of at most 256 aligned bytes is made word by word. A reader that races with an atomic
+/// then sees the word before or after it, never a mixture. The pool reads its words by plain READs
+/// and depends on this.
 ///
 /// # Safety
 /// Both ranges must be mapped for the whole call.
@@ -467,7 +467,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn contents_are_read_as_written() {
         let memory = Memory::create("test", 10_000).unwrap();
         for (offset, len) in [(0, 8), (8, 256), (9_990, 10), (1, 300), (4_096, 4_096)] {
             let bytes: Vec<u8> = (0..len).map(|at| u8::try_from(at % 251).unwrap()).collect();
@@ -521,12 +521,12 @@ mod tests {
             |memory: &Memory| drop(memory.punch(0, 4096)),
         ] {
             let outcome = std::panic::catch_unwind(|| write(&read_only));
-            assert!(outcome.is_err(), "it is checked, and no fault");
+            assert!(outcome.is_err(), "a check panics, and there is no fault");
         }
         let again = read_only.read_only_fd().unwrap();
         assert!(Memory::from_fd(again, 4096).is_err(), "the system refuses a writable mapping");
         let own = memory.fd().try_clone_to_owned().unwrap();
-        assert!(Memory::from_fd_read_only(own, 4097).is_err(), "it is checked like other memory");
+        assert!(Memory::from_fd_read_only(own, 4097).is_err(), "the length is checked as for other memory");
         memory.write(0, b"stays writable");
     }
 

@@ -26,14 +26,14 @@ use crate::work::{Completion, DrainHandle, Endpoint, EndpointError, Limits, Loca
 use drain::MultiplexedDrain;
 use table::WorkTable;
 
-/// The longest time for which an operation in flight goes unnoticed that needs more than input to
-/// make progress.
+/// Longest time between two polls of the endpoint while an operation is in flight. Some operations
+/// need more than input to make progress, such as a timeout.
 const PROGRESS_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// Completions that are taken from the endpoint at a time.
+/// Most completions of one poll of the endpoint.
 const POLL_MAX: usize = 64;
-/// The longest time for which the thread sleeps while nothing is in flight. It may be the last that
-/// has the endpoint.
+/// Longest sleep of the thread while nothing is in flight. The thread then checks whether it holds
+/// the last reference to the endpoint.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Shares one endpoint. The endpoint closes when this value and all users are dropped.
@@ -45,7 +45,7 @@ pub struct Multiplexer(Arc<Shared>);
 pub struct WeakMultiplexer(Weak<Shared>);
 
 impl WeakMultiplexer {
-    /// The multiplexer; `None` if it has had no user for a moment.
+    /// The multiplexer; `None` if it has ended because it had no user.
     #[must_use]
     pub fn upgrade(&self) -> Option<Multiplexer> {
         self.0.upgrade().map(Multiplexer)
@@ -55,10 +55,10 @@ impl WeakMultiplexer {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<MultiplexState>,
-    /// Something is in flight, or nothing will be.
+    /// Notified when an operation is posted, and when a [`Multiplexer`] is dropped.
     begun: Condvar,
     regions: Vec<Region>,
-    /// Of one user.
+    /// The limits of one user.
     limits: Limits,
     users_max: usize,
 }
@@ -101,8 +101,8 @@ impl Multiplexer {
         Ok(Self(shared))
     }
 
-    /// Adds a user. `None` if there are as many as possible, or the endpoint is broken or has
-    /// registered so many local memories that a user could get none.
+    /// Adds a user. `None` at the limit of users, if the endpoint is broken, or if it has too few
+    /// unregistered local memories for another user.
     #[must_use]
     pub fn add_user(&self) -> Option<MultiplexedEndpoint> {
         let mut state = self.0.state.lock();
@@ -149,13 +149,14 @@ impl Shared {
         let ready = state.endpoint.poll_fd().and_then(|fd| fd.as_fd().try_clone_to_owned().ok());
         drop(state);
         let mut fds: Vec<_> = ready.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-        // Whatever ends the wait, the next turn polls.
+        // The next turn polls after any outcome.
         let _ = poll(&mut fds, Some(&PROGRESS_INTERVAL));
     }
 }
 
 impl MultiplexState {
-    /// Polls the endpoint and passes the completions to their users. Wakes them, but for `caller`.
+    /// Polls the endpoint and passes the completions to their users. Wakes all of them but
+    /// `caller`.
     fn collect(&mut self, caller: Option<usize>) {
         while self.table.in_flight() > 0 {
             self.polled.clear();
@@ -172,7 +173,7 @@ impl MultiplexState {
 pub struct MultiplexedEndpoint {
     shared: Arc<Shared>,
     user: usize,
-    /// Readable while another thread has left completions; made when it is first waited for.
+    /// Readable while another thread has left completions. Created by the first wait.
     wake: Arc<OnceLock<WakeFd>>,
     local_memories: usize,
 }
@@ -187,7 +188,7 @@ impl Endpoint for MultiplexedEndpoint {
         state.batch.clear();
         for work in &batch[..accepted] {
             let id = state.table.insert(self.user, work);
-            // Success must be known, to count what is in flight.
+            // Success must be reported, so that operations in flight are counted.
             state.batch.push(Work { id, verb: work.verb, signalled: true });
         }
         // The parts of all users together are the whole queue.
@@ -216,7 +217,7 @@ impl Endpoint for MultiplexedEndpoint {
 
     fn wait(&mut self, timeout: Duration) {
         let timeout = Timespec::try_from(timeout).ok();
-        // The caller polls, whatever ends the wait. Without a descriptor it polls at once.
+        // The caller polls after any outcome. Without a descriptor it polls at once.
         if let Some(wake) = self.poll_fd() {
             let _ = poll(&mut [wake], timeout.as_ref());
         }
@@ -225,7 +226,7 @@ impl Endpoint for MultiplexedEndpoint {
     fn poll_fd(&self) -> Option<PollFd<'_>> {
         if self.wake.get().is_none() {
             let wake = WakeFd::new().ok()?;
-            // With the lock held, so that no completion comes in between.
+            // With the lock held, so that no completion is missed.
             let state = self.shared.state.lock();
             if state.table.has_done(self.user) {
                 wake.wake();
@@ -268,9 +269,9 @@ impl Endpoint for MultiplexedEndpoint {
     }
 
     /// The work of the other users ends, too.
-    fn give_up(&mut self) {
+    fn treat_as_away(&mut self) {
         let mut state = self.shared.state.lock();
-        state.endpoint.give_up();
+        state.endpoint.treat_as_away();
         state.collect(Some(self.user));
     }
 

@@ -1,6 +1,6 @@
 //! The mutations of the providers: checks that tests omit on purpose.
 //!
-//! Each is named at its check in the documents of the providers in `docs/formats`.
+//! The documents of the providers in `docs/formats` name each mutation at its check.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.
@@ -17,7 +17,7 @@ aquifer_mutation::mutations! {
         TranslateOnce,
         /// A target's message of any length is read.
         TrustMessageLength,
-        /// A welcome over shared memory may have more or fewer regions than it says.
+        /// A welcome over shared memory may have more or fewer regions than its count.
         TrustRegionCount,
         /// The numbers of slots in control memory may contradict its size.
         TrustTableSizes,

@@ -5,12 +5,13 @@
 //! addresses and keys. When an endpoint breaks, it is unknown which operations in flight were done.
 //! With [`AwayPolicy::Wait`], READs and WRITEs are repeated in their order when the target is back.
 //! Atomics and messages cannot be repeated and end with [`WorkError::Away`]. Before anything is
-//! repeated, a [`DrainHandle`] makes sure that nothing of the broken endpoint takes effect later.
+//! repeated, a [`DrainHandle`] makes sure that no operation of the broken endpoint takes effect
+//! later.
 //!
 //! Repeating weakens the guarantees a little. A READ may return what a later WRITE of the same
 //! endpoint wrote. With several WRITEs to one word in flight, another endpoint may see the word
 //! return to an earlier value for a moment. So this is for memory with one user, such as pages, or
-//! with users that know of it, such as extents.
+//! with users that tolerate it, such as extents.
 
 mod reconnector;
 
@@ -33,10 +34,10 @@ use reconnector::{ReconnectAttempts, SharedDrain};
 
 /// Number of completions taken from an endpoint at a time.
 const POLL_MAX: usize = 64;
-/// Longest sleep in a wait for work that is held.
+/// Longest sleep of a wait while work is held after a fence.
 const HOLD_SLEEP_MAX: Duration = Duration::from_millis(100);
 
-/// What happens to work while the target is away.
+/// Handling of work while the target is away.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AwayPolicy {
     /// READs and WRITEs wait for the target.
@@ -45,7 +46,7 @@ pub enum AwayPolicy {
     Fail,
 }
 
-/// The fate of work after the target has fenced this host.
+/// Handling of work after the target has fenced this host.
 ///
 /// A target fences a host because the host's lease has ended: the host was stopped, or cut off from
 /// the directory. Its memory is not lost by that. Until other hosts free it, the next process of
@@ -60,7 +61,7 @@ pub enum AfterFence {
     Fail,
 }
 
-/// An endpoint that reconnects when its target comes back.
+/// An endpoint that reconnects when its target returns.
 #[derive(Debug)]
 pub struct ReconnectingEndpoint {
     state: ReconnectState,
@@ -92,15 +93,14 @@ pub struct ReconnectingEndpoint {
 enum ReconnectState {
     Connected(Box<dyn Endpoint>),
     Away(ReconnectAttempts),
-    /// The target does not come back or refuses this host. Posted work gets the error.
+    /// The target does not return, or refuses this host. Posted work fails with the error.
     Failed(Option<ReconnectAttempts>, WorkError),
 }
 
 #[derive(Clone, Copy, Debug)]
 struct InFlightWork {
     work: Work,
-    /// The endpoint broke before the outcome was known. Not every device flushes only what was not
-    /// done.
+    /// The endpoint broke before the outcome was known. Some devices flush work that was done.
     is_unknown: bool,
 }
 
@@ -112,7 +112,7 @@ pub struct TargetDescription {
 }
 
 impl TargetDescription {
-    /// The description of the target to which an endpoint is connected.
+    /// Describes the target to which an endpoint is connected.
     #[must_use]
     pub fn of(endpoint: &dyn Endpoint) -> Self {
         Self { regions: endpoint.regions().to_vec(), limits: endpoint.limits() }
@@ -132,7 +132,7 @@ impl ReconnectingEndpoint {
         Self::with_state(target, ReconnectState::Connected(endpoint), reconnect, policy)
     }
 
-    /// An endpoint to memory that was connected before and whose target is away now.
+    /// Creates an endpoint to memory that was connected before and whose target is away now.
     #[must_use]
     pub fn to_away_target(
         target: TargetDescription,
@@ -143,7 +143,7 @@ impl ReconnectingEndpoint {
         Self::with_state(target, state, Some(reconnect), policy)
     }
 
-    /// Sets what happens to work after a fence; without this call, it fails.
+    /// Sets the handling of work after a fence. Without this call, work fails.
     #[must_use]
     pub fn with_after_fence(mut self, after_fence: AfterFence) -> Self {
         self.after_fence = after_fence;
@@ -214,7 +214,7 @@ impl ReconnectingEndpoint {
         self.finish(work.id, Err(error));
     }
 
-    /// Whether this process is to end, because the target has fenced its host.
+    /// Whether work waits for the end of this process, because the target has fenced its host.
     fn waits_after_fence(&self) -> bool {
         self.is_fenced && self.after_fence == AfterFence::Wait
     }
@@ -224,7 +224,7 @@ impl ReconnectingEndpoint {
         self.waits_after_fence() && self.policy == AwayPolicy::Wait
     }
 
-    /// The endpoint if there will be no other: nothing needs to be known of its work in flight.
+    /// The endpoint, if it is never replaced: then its work in flight need not be recorded.
     #[inline]
     fn only_endpoint(&mut self) -> Option<&mut dyn Endpoint> {
         match &mut self.state {
@@ -234,7 +234,7 @@ impl ReconnectingEndpoint {
     }
 
     /// Takes completions of the current endpoint. Returns true if there were any or the endpoint
-    /// turned out to be broken.
+    /// is broken.
     fn poll_endpoint(&mut self) -> bool {
         let ReconnectState::Connected(endpoint) = &mut self.state else { return false };
         let mut polled = std::mem::take(&mut self.polled);
@@ -322,7 +322,7 @@ impl ReconnectingEndpoint {
     }
 
     /// Registers all local memory with a new endpoint. Returns the endpoint if it is to the same
-    /// memory and gives the same local keys.
+    /// memory and assigns the same local keys.
     fn attach(&mut self, mut endpoint: Box<dyn Endpoint>) -> Option<Box<dyn Endpoint>> {
         if self.regions != endpoint.regions() {
             return None;
@@ -451,7 +451,7 @@ impl Endpoint for ReconnectingEndpoint {
         if let ReconnectState::Connected(endpoint) = &mut self.state {
             endpoint.register_local(Arc::clone(&memory))?;
         }
-        // Providers number local keys from one, so that another endpoint gives the same keys.
+        // Providers number local keys from one, so that another endpoint assigns the same keys.
         self.locals.add(memory, self.limits.local_regions_max)
     }
 
@@ -483,7 +483,7 @@ impl Endpoint for ReconnectingEndpoint {
         self.waits_after_fence() || matches!(self.state, ReconnectState::Away(_))
     }
 
-    fn give_up(&mut self) {
+    fn treat_as_away(&mut self) {
         if self.policy == AwayPolicy::Fail && self.reconnect.is_some() {
             while self.poll_endpoint() {}
             self.disconnect();

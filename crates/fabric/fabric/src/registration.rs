@@ -15,8 +15,8 @@ use crate::work::Key;
 pub struct Registration {
     /// The memory.
     pub memory: Arc<Memory>,
-    /// The translation table of a movable region: it says where in the memory the bytes of each
-    /// unit of the region's addresses are. The region has as many addresses as the map, however
+    /// The translation table of a movable region: the place in the memory of the bytes of each
+    /// unit of the region's addresses. The region has the addresses of the map, however
     /// large the memory is.
     ///
     /// An access is translated unit by unit. It loads the word of each unit once, and fails with
@@ -38,7 +38,7 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Memory without key table and translation, under a new key.
+    /// Describes memory without key table and translation, under a new key.
     #[must_use]
     pub fn plain(memory: Arc<Memory>, access: Access, scope: Scope) -> Self {
         Self { memory, map: None, access, scope, table: None, key: None }

@@ -32,7 +32,7 @@ struct Outbox {
     untaken: VecDeque<Vec<u8>>,
     /// Number of messages that the initiator has taken since the session began.
     taken: u64,
-    /// Number of messages given to a connection, taken ones included.
+    /// Number of messages that were passed to a connection, taken ones included.
     sent: u64,
 }
 
@@ -56,8 +56,8 @@ impl Mailbox {
         has_room
     }
 
-    /// Records that the initiator has taken `count` more messages. Returns false if there were not
-    /// so many.
+    /// Records that the initiator has taken `count` more messages. Returns false if fewer messages
+    /// were sent.
     pub fn credit(&self, count: u64) -> bool {
         let mut outbox = self.outbox.lock();
         let taken = outbox.taken.saturating_add(count);
@@ -104,18 +104,18 @@ impl Outbox {
     }
 }
 
-/// What a target knows of one session, across all its connections.
+/// The target's state of one session, across all its connections.
 #[derive(Debug)]
 pub struct PeerSession<P> {
     /// The initiator.
     pub who: Identity,
-    /// The number of its endpoint.
+    /// The number of the session's endpoint.
     pub endpoint: EndpointNumber,
     /// The session's identifier.
     pub id: SessionId,
     /// The slot that the session occupies in control memory.
     pub slot: usize,
-    /// Its messages. Those from the initiator outlive the session.
+    /// The session's messages. Messages from the initiator outlive the session.
     pub mailbox: Mailbox,
     is_closed: AtomicBool,
     /// State of the provider.
@@ -147,7 +147,7 @@ pub struct SessionLimits {
 #[derive(Debug)]
 pub struct PeerSessions<P> {
     limits: SessionLimits,
-    /// By host and number, so that those of one host are found together.
+    /// The sessions by host and number, so that those of one host are found together.
     sessions: BTreeMap<(Host, EndpointNumber), Arc<PeerSession<P>>>,
     hosts: HashMap<EndpointNumber, Host>,
     numbers: HashMap<SessionId, EndpointNumber>,
@@ -160,7 +160,7 @@ pub struct PeerSessions<P> {
 }
 
 impl<P> PeerSessions<P> {
-    /// An empty table.
+    /// Creates an empty table.
     pub fn new(limits: SessionLimits) -> Self {
         Self {
             limits,
@@ -214,8 +214,8 @@ impl<P> PeerSessions<P> {
     /// Begins a session. `own` makes the provider's state from the slot.
     ///
     /// # Errors
-    /// If there are as many sessions as permitted, of all tenants or of this one, or the system
-    /// gives no random bytes.
+    /// At the limit of sessions of all tenants or of this one, or if the system returns no random
+    /// bytes.
     pub fn begin(
         &mut self,
         who: Identity,
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_has_its_bound() {
+    fn endpoints_of_a_tenant_are_bounded() {
         let limits = SessionLimits { endpoints_max: 5, endpoints_per_tenant_max: 2 };
         let mut peers = PeerSessions::new(limits);
         let first = peers.begin(who(1, 1), |slot| slot).unwrap();
@@ -403,7 +403,7 @@ mod tests {
         tables.fence(Host(1), 1);
         peers.release(&all[1]);
         let mut notified = Vec::new();
-        assert_eq!(peers.send(Host(1), b"abc", &limits, &tables, |_| ()), 0, "it is too long");
+        assert_eq!(peers.send(Host(1), b"abc", &limits, &tables, |_| ()), 0, "the message is too long");
         assert_eq!(peers.send(Host(1), b"ab", &limits, &tables, |peer| notified.push(peer.own)), 1);
         assert_eq!(
             peers.send(Host(1), b"ab", &limits, &tables, |peer| notified.push(peer.own)),

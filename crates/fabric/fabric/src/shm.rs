@@ -2,8 +2,8 @@
 //! does the copies and atomics itself. The data path has no system call.
 //!
 //! A mapping cannot be revoked, so both ends belong to one trust domain. The checks detect
-//! mistakes, stale keys and ended leases; they do not stop a hostile peer. The bytes are described
-//! in `docs/formats/fabric-shm.md`.
+//! mistakes, stale keys and ended leases; they do not stop a hostile peer. The format is in
+//! `docs/formats/fabric-shm.md`.
 //!
 //! An endpoint must not be used in a child after `fork`, because parent and child would share its
 //! slot.

@@ -31,9 +31,9 @@ pub struct SimNodeId(pub usize);
 /// The options of a simulated fabric.
 #[derive(Clone, Debug)]
 pub struct SimOptions {
-    /// The delay from the host to the node, and of the way back.
+    /// The delay of each direction between host and node.
     pub delay_ns: Range<u64>,
-    /// The time until the loss of a peer is noticed.
+    /// The time until the loss of a peer is detected.
     pub timeout_ns: u64,
     /// Whether operations may still take effect after their timeout, unless they are drained.
     pub has_strays: bool,
@@ -72,7 +72,7 @@ pub struct SimFabric {
 }
 
 impl SimFabric {
-    /// A fabric without nodes, at time zero.
+    /// Creates a fabric without nodes, at time zero.
     #[must_use]
     pub fn new(seed: u64, options: SimOptions) -> Self {
         Self { world: Arc::new(Mutex::new(FabricWorld::new(seed, options))) }
@@ -136,7 +136,7 @@ impl SimFabric {
     }
 
     /// Crashes a node. A random prefix of each endpoint's operations in flight has taken effect.
-    /// The endpoints notice after a while.
+    /// The endpoints detect the crash after some time.
     pub fn crash_node(&self, node: SimNodeId) {
         self.world.lock().crash_node(node);
     }
@@ -164,8 +164,7 @@ impl SimFabric {
         self.world.lock().stop_node(node, is_stopped);
     }
 
-    /// With [`SimOptions::step_on_poll`], plays no event after this time when an endpoint is
-    /// polled.
+    /// Sets the time after which polls play no event, with [`SimOptions::step_on_poll`].
     pub fn limit_polls(&self, until_ns: u64) {
         self.world.lock().polled_until_ns = until_ns;
     }

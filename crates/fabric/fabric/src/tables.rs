@@ -16,34 +16,34 @@ use crate::work::Key;
 /// A registered region.
 #[derive(Debug)]
 pub struct RegisteredRegion {
-    /// Its memory.
+    /// The region's memory.
     pub memory: RegionMemory,
     scope: Scope,
-    /// The region as its owner knows it.
+    /// The region as announced to its owner.
     pub region: Region,
-    /// Its key table, if it has one.
+    /// The region's key table, if it has one.
     pub table: Option<PlacedTable>,
-    /// The windows in it.
+    /// The windows in the region.
     windows: HashSet<Key>,
-    /// The number of its registration.
+    /// The serial number of the registration.
     pub serial: u64,
 }
 
 /// A region that is being removed. Accesses to it may be in flight.
 #[derive(Debug)]
 pub struct RemovedRegion {
-    /// Its slot.
+    /// The region's slot.
     pub slot: usize,
     registered: RegisteredRegion,
 }
 
 impl RemovedRegion {
-    /// The region as its owner knew it.
+    /// The region as announced to its owner.
     pub fn region(&self) -> &Region {
         &self.registered.region
     }
 
-    /// The keys of the windows that were in it.
+    /// The keys of the windows that were in the region.
     pub fn windows(&self) -> impl Iterator<Item = Key> {
         self.registered.windows.iter().copied()
     }
@@ -70,7 +70,7 @@ pub struct TargetTables {
 }
 
 impl TargetTables {
-    /// Empty tables with room for the given numbers of regions and windows. `secret` makes keys
+    /// Creates tables with room for the given numbers of regions and windows. `secret` makes keys
     /// hard to guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         Self {
@@ -147,7 +147,7 @@ impl TargetTables {
         self.keys.release_region(removed.slot);
     }
 
-    /// The range that a key of a key table opens to `who` at an address.
+    /// The range that a key of a key table opens to an endpoint at an address.
     pub fn table_grant(&self, who: Identity, key: Key, addr: u64) -> Option<KeyGrant> {
         let (slot, _) = self.space.find(addr, 0)?;
         let registered = self.regions.get(&slot)?;

@@ -38,16 +38,16 @@ pub struct Identity {
     pub tenant: Tenant,
 }
 
-/// The number of an endpoint. A target never uses a number again.
+/// The number of an endpoint. A target never reuses a number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct EndpointNumber(pub u64);
 
 /// The endpoint that sent a message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sender {
-    /// Its identity.
+    /// The endpoint's identity.
     pub who: Identity,
-    /// Its number, by which [`Target::reply`] reaches it.
+    /// The endpoint's number, for [`Target::reply`].
     pub endpoint: EndpointNumber,
 }
 
@@ -97,11 +97,11 @@ pub struct Region {
 /// The description of a window (MW) that is to be bound.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WindowSpec {
-    /// The addresses that it opens. They are inside one region.
+    /// The addresses that the window opens. They are inside one region.
     pub range: Range<u64>,
-    /// The operations that it allows.
+    /// The operations that the window allows.
     pub access: Access,
-    /// The endpoints that may use it.
+    /// The endpoints that may use the window.
     pub scope: Scope,
 }
 
@@ -111,7 +111,7 @@ pub enum TargetError {
     /// A limit was reached.
     #[error("the target already has {limit} {what}, which is the limit")]
     Full {
-        /// What the limit counts, in the plural.
+        /// The name of the limited things, in the plural.
         what: &'static str,
         /// The limit.
         limit: usize,
@@ -163,7 +163,7 @@ pub enum TargetError {
     /// A system call failed.
     #[error("{what}: {source}")]
     System {
-        /// What was attempted.
+        /// The failed action.
         what: &'static str,
         /// The error of the system.
         source: std::io::Error,
@@ -183,10 +183,10 @@ pub struct TenantCounters {
 ///
 /// Operations of one endpoint are done in the order of posting, as other threads of the owner see
 /// it. Two READs of one endpoint, in one batch or in several, never find the memory in the opposite
-/// order: what the second finds is not older than what the first finds. The bytes of one READ are
+/// order: the second never finds older bytes than the first. The bytes of one READ are
 /// read in any order.
 pub trait Target: Send + Sync + std::fmt::Debug {
-    /// Registers memory as it is. See [`Self::register_as`].
+    /// Registers memory without key table and translation. See [`Self::register_as`].
     ///
     /// # Errors
     /// At the limit of regions.
@@ -194,11 +194,11 @@ pub trait Target: Send + Sync + std::fmt::Debug {
         self.register_as(Registration::plain(memory, access, scope))
     }
 
-    /// Registers memory. Endpoints that connect later learn of the [`Region`].
+    /// Registers memory. Endpoints that connect later receive the [`Region`].
     ///
     /// # Errors
     /// At the limit of regions; if the key table or the map does not fit; if the key is in use or
-    /// is none of a region; if the provider has no translation.
+    /// is not a region's; if the provider has no translation.
     fn register_as(&self, new: Registration) -> Result<Region, TargetError>;
 
     /// Removes a region: invalidates its key, all windows in it and the keys of its key table. When
@@ -241,7 +241,7 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     /// Takes the oldest message of all endpoints and appends it to `out`. Returns the sender.
     fn receive(&self, out: &mut Vec<u8>) -> Option<Sender>;
 
-    /// Waits until [`Self::receive`] may find a message, for at most `timeout`. It does not poll.
+    /// Waits until [`Self::receive`] may find a message, for at most `timeout`. Does not poll.
     fn wait(&self, timeout: Duration);
 
     /// Sends a message to one endpoint. Returns false if the endpoint is gone or fenced, or has no
@@ -272,9 +272,9 @@ pub trait Target: Send + Sync + std::fmt::Debug {
 
 /// Answers messages in the thread of a target that receives them.
 ///
-/// A message is answered without a wake-up of another thread, and the answer goes to the endpoint
-/// that asked. Meanwhile the thread serves no other endpoint, so a handler must not wait for the
-/// target, such as in [`Target::invalidate`].
+/// A message is answered without a wake-up of another thread, and the answer is sent to the
+/// endpoint that sent it. Meanwhile the thread serves no other endpoint, so a handler must not wait
+/// for the target, such as in [`Target::invalidate`].
 pub trait MessageHandler: Send + Sync + std::fmt::Debug {
     /// Handles a message of an initiator, and appends the answer to `answer`, which is empty.
     fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>);

@@ -2,7 +2,7 @@
 //!
 //! Threads of the target serve one-sided operations and never wake the application. They check the
 //! key of every access, as a network card would. Both ends first prove that they hold the cluster
-//! key. The bytes are described in `docs/formats/fabric-tcp.md`.
+//! key. The format is in `docs/formats/fabric-tcp.md`.
 //!
 //! A broken connection is re-established, and its session resumes. The target remembers the answers
 //! of each session, so the outcome of every posted operation is known unless the target itself is
@@ -11,7 +11,7 @@
 //! - `endpoint`, `stream`: the initiator's end.
 //! - `session`: the target's end of a session, a state machine over bytes that does no I/O.
 //! - `serve`: the threads that serve connections, each of which is a `connection`.
-//! - `acceptor`: accepts initiators. `target`: the owner's end. `regions`: what threads find.
+//! - `acceptor`: accepts initiators. `target`: the owner's end. `regions`: regions without a lock.
 //! - `busy_poll`: both ends poll before they sleep.
 //! - [`wire`]: the bytes that follow the messages of [`crate::handshake`].
 
@@ -70,8 +70,8 @@ pub struct TcpOptions {
     pub encrypt: bool,
     /// The limit of each tenant's rate.
     pub rate: Rate,
-    /// How long a thread polls for the next request before it sleeps. Polling uses a processor
-    /// under load; zero disables it.
+    /// The time for which a thread polls for the next request before it sleeps. Polling uses a
+    /// processor under load; zero disables it.
     pub spin_time: Duration,
     /// The initiators that are admitted.
     pub admission: Admission,
@@ -131,13 +131,13 @@ impl TcpOptions {
 pub struct ConnectOptions {
     /// Whether the initiator requires encryption of all traffic. See [`TcpOptions::encrypt`].
     pub encrypt: bool,
-    /// An operation without an answer for this time breaks the endpoint. Its last tenth begins when
-    /// this process, which may have been stopped, has noticed that the rest has passed.
+    /// The timeout of an operation, after which the endpoint is broken. The last tenth is counted
+    /// from when this process observed the end of the rest, because it may have been suspended.
     pub operation_time: Duration,
     /// The time for which a broken connection is re-established. A refusal ends the attempts at
     /// once.
     pub reconnect_time: Duration,
-    /// How long a wait polls for an answer before it sleeps.
+    /// The time for which a wait polls for an answer before it sleeps.
     pub spin_time: Duration,
 }
 

@@ -2,13 +2,13 @@
 //! memory. An object keeps its address while its bytes move (CoRM §3.5), and a move is one store.
 //!
 //! A table is memory of its owner, so it can outlive the owner's process. It has a word of 8 bytes,
-//! little-endian, for each unit. Word 0 says that nothing is there. Any other word is the offset of
-//! the unit's bytes in the memory, divided by 4096, plus 1. The owner may store words at any time.
-//! An access that begins later uses the new word; [`crate::Target::expel`] waits for the accesses
-//! that began before.
+//! little-endian, for each unit. Word 0 means that nothing is there. Any other word is the offset
+//! of the unit's bytes in the memory, divided by 4096, plus 1. The owner may store words at any
+//! time. An access that begins later uses the new word; [`crate::Target::expel`] waits for the
+//! accesses that began before.
 //!
 //! A wrong word is an error of the access, never a fault: the bytes that it names are checked
-//! against the memory. The last bytes of a unit need not be there, if no access asks for them.
+//! against the memory. The last bytes of a unit need not exist, if no access needs them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ use crate::mutation::Mutation;
 use crate::target::TargetError;
 use crate::work::WorkError;
 
-/// Offsets that words name are multiples of this.
+/// Alignment in bytes of the offsets that words name.
 pub const OFFSET_BYTES: u64 = 4096;
 /// Length of the shortest unit, in bytes.
 pub const UNIT_BYTES_MIN: u64 = 4096;
@@ -152,7 +152,7 @@ impl RegionMemory {
     }
 }
 
-/// See [`RegionMemory::parts`].
+/// Iterator over the parts of an access: see [`RegionMemory::parts`].
 pub(crate) struct MemoryParts<'a> {
     region: &'a RegionMemory,
     offset: u64,
@@ -222,7 +222,7 @@ mod tests {
         Some(found)
     }
 
-    /// What [`offsets`] must find, byte by byte.
+    /// The offsets that [`offsets`] must return, computed byte by byte.
     fn expected(region: &RegionMemory, offset: u64, len: u64) -> Option<Vec<usize>> {
         let map = region.map.as_ref().unwrap();
         let byte = |byte: u64| {
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mutations_are_noticed() {
+    fn the_mutations_are_detected() {
         let region = region();
         let map = region.map.as_ref().unwrap();
         map.store(0, Some(0));

@@ -10,7 +10,7 @@ use rustix::event::EventfdFlags;
 pub struct WakeFd(OwnedFd);
 
 impl WakeFd {
-    /// A descriptor that is not readable yet.
+    /// Creates a descriptor that is not readable yet.
     ///
     /// # Errors
     /// If the system has no descriptor left.

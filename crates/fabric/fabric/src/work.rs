@@ -62,9 +62,9 @@ pub enum Verb {
     CompareSwap {
         /// The word.
         remote: RemoteAddr,
-        /// Value it must have.
+        /// The value that the word must have.
         expected: u64,
-        /// Value it gets.
+        /// The new value.
         desired: u64,
     },
     /// Add to the 8-byte, 8-aligned word at `remote`, wrapping. The completion carries the value
@@ -72,7 +72,7 @@ pub enum Verb {
     FetchAdd {
         /// The word.
         remote: RemoteAddr,
-        /// What is added.
+        /// The number to add.
         add: u64,
     },
     /// Deliver a message to the peer's receive queue; at most [`Limits::message_bytes_max`] bytes.
@@ -85,7 +85,7 @@ pub enum Verb {
 /// One posted operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Work {
-    /// An identifier chosen by the caller. The completion returns it.
+    /// An identifier chosen by the caller, which the completion contains.
     pub id: u64,
     /// The operation.
     pub verb: Verb,
@@ -134,7 +134,7 @@ pub enum WorkError {
     /// The peer did not answer in time. Whether the operation took effect is unknown.
     #[error("the peer did not answer in time")]
     Timeout,
-    /// The peer is away and may come back with its memory; then the endpoint resumes by itself (see
+    /// The peer is away and may return with its memory; then the endpoint resumes by itself (see
     /// [`crate::reconnecting`]). Whether the operation took effect is unknown. It will not take
     /// effect later.
     #[error("the peer is away")]
@@ -150,7 +150,7 @@ pub enum PostError {
     /// The queue is full. The first `accepted` items were posted; poll, then post the rest.
     #[error("the send queue is full: {accepted} items of the batch were accepted")]
     QueueFull {
-        /// How many of the batch were posted.
+        /// Number of operations of the batch that were posted.
         accepted: usize,
     },
 }
@@ -166,7 +166,7 @@ pub enum EndpointError {
         /// The error of the system.
         source: std::io::Error,
     },
-    /// The target refused the connection and said why.
+    /// The target refused the connection, with a reason.
     #[error("{address} refused the connection: {refusal}")]
     Refused {
         /// The target's address.
@@ -179,7 +179,7 @@ pub enum EndpointError {
     Protocol {
         /// The target's address.
         address: String,
-        /// What is wrong.
+        /// The violation.
         reason: String,
     },
     /// The device cannot register the local memory.
@@ -219,7 +219,7 @@ impl EndpointError {
     }
 
     /// Whether this machine or the target lacks descriptors, memory or endpoints, or is too busy to
-    /// answer. It says nothing about the target's memory, and a later attempt may succeed.
+    /// answer. The target's memory may be intact, and a later attempt may succeed.
     #[must_use]
     pub fn is_lack_of_room(&self) -> bool {
         match self {
@@ -233,7 +233,7 @@ impl EndpointError {
     #[must_use]
     pub fn is_timeout(&self) -> bool {
         use std::io::ErrorKind::{TimedOut, WouldBlock};
-        // A socket with a timeout says that it would block.
+        // A socket with a timeout reports `WouldBlock`.
         matches!(self, Self::Unreachable { source, .. } if [TimedOut, WouldBlock].contains(&source.kind()))
     }
 
@@ -257,7 +257,7 @@ impl EndpointError {
     }
 }
 
-/// Whether an error of the system says that it lacks something, or that time has run out.
+/// Whether an error of the system reports a lack of resources, or a timeout.
 pub(crate) fn is_lack_of_room(error: &std::io::Error) -> bool {
     use rustix::io::Errno;
     const LACKS: [Errno; 8] = [
@@ -293,7 +293,7 @@ pub trait Endpoint: Send + std::fmt::Debug {
     }
 
     /// A descriptor that becomes ready when [`Self::poll`] may find a completion or can make
-    /// progress. It serves to wait for several endpoints together. `None` where there is nothing to
+    /// progress, to wait for several endpoints together. `None` where there is nothing to
     /// wait for.
     fn poll_fd(&self) -> Option<PollFd<'_>> {
         None
@@ -330,8 +330,8 @@ pub trait Endpoint: Send + std::fmt::Debug {
     /// again, and not later.
     ///
     /// Only a [`crate::reconnecting::ReconnectingEndpoint`] on which operations do not wait for the
-    /// peer can do that; others do nothing.
-    fn give_up(&mut self) {}
+    /// peer supports this call; for other endpoints it does nothing.
+    fn treat_as_away(&mut self) {}
 
     /// A handle that drains operations still in flight after the endpoint is dropped. `None` if
     /// none can be in flight.

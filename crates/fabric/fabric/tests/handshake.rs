@@ -44,7 +44,7 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn messages_parse_as_encoded() {
     assert_eq!(handshake::parse_hello(&handshake::encode_hello(WHO)), Ok(WHO));
     let replies = [ShmReply::Welcome(welcome()), ShmReply::Refusal(Refusal::other("go away"))];
     for reply in replies {
@@ -55,9 +55,9 @@ fn what_is_written_is_read_back() {
     assert_eq!(cut, Ok(ShmReply::Refusal(Refusal::other("é".repeat(128)))));
 }
 
-/// The bytes are the format: this version must always write them so.
+/// The bytes are the format: this version must always write the same.
 #[test]
-fn the_corpus_is_judged_as_its_names_say() {
+fn the_corpus_parses_as_its_names_say() {
     for (name, bytes) in corpus() {
         let (hello, reply) = (handshake::parse_hello(&bytes), handshake::parse_reply(&bytes));
         let what = name.split_once('-').unwrap().0;
@@ -192,13 +192,13 @@ fn another_user_is_refused() {
 }
 
 #[test]
-fn a_path_is_taken_over_only_from_the_dead() {
+fn a_path_is_taken_over_only_from_a_dead_target() {
     let (folder, path, target) = node(ShmOptions::default());
     let taken = ShmTarget::listen(&path, ShmOptions::default()).unwrap_err();
     assert!(matches!(&taken, TargetError::System { source, .. }
         if source.kind() == std::io::ErrorKind::AddrInUse && source.to_string().contains("node")));
     drop(target);
-    assert!(!path.exists(), "a target that ends takes its socket away");
+    assert!(!path.exists(), "a target that ends removes its socket");
     let abandoned = socket();
     rustix::net::bind(&abandoned, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     drop(abandoned);
@@ -267,7 +267,7 @@ fn impostor(answer: &[u8], fds: &[BorrowedFd<'_>]) -> EndpointError {
 }
 
 #[test]
-fn an_initiator_refuses_impostors() {
+fn an_initiator_refuses_invalid_answers() {
     let memory = Memory::create("zeros", 1 << 20).unwrap();
     let open = rustix::fs::memfd_create("open", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&open, 1 << 20).unwrap();
@@ -341,7 +341,7 @@ fn receive(socket: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>) {
     (bytes, rights.flatten().collect())
 }
 
-/// Asks for the region in which a key opens an address.
+/// Requests the region in which a key opens an address.
 fn request(socket: &OwnedFd, key: Key, addr: u64) -> (Option<ShmRegion>, Vec<OwnedFd>) {
     let request = handshake::encode_request(RegionRequest { key, addr });
     rustix::net::send(socket, &request, SendFlags::NOSIGNAL).unwrap();
@@ -350,7 +350,7 @@ fn request(socket: &OwnedFd, key: Key, addr: u64) -> (Option<ShmRegion>, Vec<Own
 }
 
 #[test]
-fn a_peer_cannot_map_for_writing_what_it_may_only_read() {
+fn a_peer_cannot_map_read_only_memory_for_writing() {
     const BYTES: usize = 8192;
     let (_folder, path, target) = node(ShmOptions::default());
     let memory = Arc::new(Memory::create("region", BYTES).unwrap());
@@ -394,7 +394,7 @@ fn a_peer_cannot_map_for_writing_what_it_may_only_read() {
     }
 }
 
-/// More regions than are announced, and than an endpoint keeps mapped.
+/// More regions than a target announces, and than an endpoint keeps mapped.
 #[test]
 fn thousands_of_regions_are_used_through_one_endpoint() {
     const REGIONS: usize = 1500;

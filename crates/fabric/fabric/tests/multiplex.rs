@@ -1,4 +1,4 @@
-//! Users that share one endpoint.
+//! Tests of the multiplexer: users that share one endpoint.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +14,8 @@ const KEY: ClusterKey = ClusterKey([9; 32]);
 const WHO: Identity = Identity { host: Host(7), epoch: 1, tenant: Tenant(9) };
 const REGION_BYTES: usize = 1 << 20;
 const USERS: usize = 4;
-/// The timeout for anything that must end, even on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Timeout of each wait of a test, long enough for the slowest machine.
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Node {
     target: TcpTarget,
@@ -32,7 +32,7 @@ impl Node {
     }
 
     fn multiplexer(&self) -> Multiplexer {
-        let options = ConnectOptions { operation_time: PATIENCE, ..ConnectOptions::default() };
+        let options = ConnectOptions { operation_time: TEST_TIMEOUT, ..ConnectOptions::default() };
         let endpoint = tcp::connect(self.target.address(), &KEY, WHO, options).unwrap();
         Multiplexer::new(endpoint, USERS).unwrap()
     }
@@ -50,7 +50,7 @@ fn user(multiplexer: &Multiplexer) -> MultiplexedEndpoint {
 fn wait(endpoint: &mut dyn Endpoint, count: usize) -> Vec<Completion> {
     let mut done = Vec::new();
     while done.len() < count {
-        endpoint.wait(PATIENCE);
+        endpoint.wait(TEST_TIMEOUT);
         endpoint.poll(&mut done, count);
     }
     done
@@ -92,12 +92,12 @@ fn each_user_gets_its_own_completions() {
 }
 
 #[test]
-fn a_place_is_free_when_its_user_and_its_operations_are_gone() {
+fn a_dropped_user_leaves_when_its_operations_are_done() {
     let node = Node::start();
     let multiplexer = node.multiplexer();
     let mut users: Vec<_> = (0..USERS).map(|_| user(&multiplexer)).collect();
     assert!(multiplexer.add_user().is_none());
-    let mut leaver = users.pop().expect("there are some");
+    let mut leaver = users.pop().expect("there are users");
     let add = Verb::FetchAdd { remote: node.word(3), add: 1 };
     let batch: Vec<_> = (0..8).map(|id| Work { id, verb: add, signalled: true }).collect();
     leaver.post(&batch).unwrap();
@@ -111,7 +111,7 @@ fn a_place_is_free_when_its_user_and_its_operations_are_gone() {
     }
     let mut word = [0; 8];
     node.memory.read(24, &mut word);
-    assert_eq!(u64::from_le_bytes(word), 8, "what was posted takes effect");
+    assert_eq!(u64::from_le_bytes(word), 8, "posted operations take effect");
     users.push(user(&multiplexer));
 }
 
@@ -131,7 +131,7 @@ fn memories_of_users_that_have_gone_count() {
 }
 
 #[test]
-fn a_broken_endpoint_breaks_all_users_and_takes_no_more() {
+fn a_broken_endpoint_breaks_all_users_and_accepts_no_work() {
     let Node { target, region, .. } = Node::start();
     let options = ConnectOptions { reconnect_time: Duration::ZERO, ..ConnectOptions::default() };
     let endpoint = tcp::connect(target.address(), &KEY, WHO, options).unwrap();

@@ -1,7 +1,7 @@
 //! Reconnecting endpoints in the simulator. One host writes, reads and counts while its node is
 //! killed and restarted, and while the link to it is cut. Acknowledged writes must be there, a read
-//! must not return a value older than an acknowledged write, and nothing of a broken connection may
-//! take effect late.
+//! must not return a value older than an acknowledged write, and no operation of a broken
+//! connection may take effect late.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ struct Play {
     local: Arc<Memory>,
     endpoint: ReconnectingEndpoint,
     rng: Rng,
-    under_way: VecDeque<(u64, usize, Did)>,
+    in_flight: VecDeque<(u64, usize, Did)>,
     free_slots: Vec<usize>,
     /// The value of each word once all posted operations are done.
     words: [u64; WORDS],
@@ -98,7 +98,7 @@ impl Play {
             local,
             endpoint,
             rng: Rng::new(seed ^ 0xA11CE),
-            under_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             free_slots: (0..DEPTH).collect(),
             words: [0; WORDS],
             next: 0,
@@ -132,7 +132,7 @@ impl Play {
                 4..7 => (Did::Read { expected: self.words[word] }, Verb::Read { local, remote }),
                 _ => (Did::Count, Verb::FetchAdd { remote: self.remote_at(WORDS), add: 1 }),
             };
-            self.under_way.push_back((self.next, slot, did));
+            self.in_flight.push_back((self.next, slot, did));
             batch.push(Work { id: self.next, verb, signalled: true });
         }
         self.endpoint.post(&batch).expect("there are fewer than its depth");
@@ -142,15 +142,19 @@ impl Play {
         let mut done = Vec::new();
         self.endpoint.poll(&mut done, 64);
         for Completion { id, outcome } in done {
-            let at = self.under_way.iter().position(|(other, ..)| *other == id).expect("it was posted, once");
-            let (_, slot, did) = self.under_way.remove(at).expect("it is there");
+            let at = self
+                .in_flight
+                .iter()
+                .position(|(other, ..)| *other == id)
+                .expect("the operation was posted once");
+            let (_, slot, did) = self.in_flight.remove(at).expect("the operation is in flight");
             self.free_slots.push(slot);
             match (did, outcome) {
                 (Did::Read { expected }, Ok(_)) => {
                     let mut found = [0; 8];
                     self.local.read(slot * 8, &mut found);
                     let found = u64::from_le_bytes(found);
-                    // A READ that is repeated may find what was written after it.
+                    // A repeated READ may find a value that was written after it.
                     assert!(found >= expected, "{found} was read where {expected} had been written");
                 }
                 (Did::Write, Ok(_)) => {}
@@ -197,7 +201,7 @@ impl Play {
         }
         self.fabric.restart_node(self.target.node());
         self.fabric.partition(WHO.host, self.target.node(), false);
-        while !self.under_way.is_empty() {
+        while !self.in_flight.is_empty() {
             self.poll();
             self.fabric.step();
         }
@@ -215,9 +219,9 @@ impl Play {
 }
 
 #[test]
-fn what_was_under_way_is_done_once_the_target_is_back() {
+fn work_in_flight_is_done_when_the_target_is_back() {
     let away: u64 = (0..2000).map(|seed| Play::new(seed, AwayPolicy::Wait).run(seed)).sum();
-    assert!(away > 1000, "{away} counts were under way when an endpoint broke");
+    assert!(away > 1000, "{away} counts were in flight when an endpoint broke");
 }
 
 #[test]
@@ -256,7 +260,7 @@ fn work_fails_at_once_without_waiting() {
     play.endpoint.poll(&mut done, 9);
     let away = |id| Completion { id, outcome: Err(WorkError::Away) };
     assert_eq!(done, [away(1), away(2), away(3)]);
-    assert!(!play.endpoint.is_broken(), "it may come back");
+    assert!(!play.endpoint.is_broken(), "the target may come back");
     play.fabric.restart_node(play.target.node());
     done.clear();
     play.local.write(0, &7_u64.to_le_bytes());
@@ -268,7 +272,7 @@ fn work_fails_at_once_without_waiting() {
 }
 
 #[test]
-fn work_that_was_given_up_does_not_take_effect_later() {
+fn work_in_flight_does_not_take_effect_after_a_peer_was_treated_as_away() {
     for seed in 0..200 {
         let mut play = Play::new(seed, AwayPolicy::Fail);
         let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
@@ -277,7 +281,7 @@ fn work_that_was_given_up_does_not_take_effect_later() {
         let mut done = Vec::new();
         play.local.write(0, &1_u64.to_le_bytes());
         play.endpoint.post(&[work(1), work(2)]).unwrap();
-        play.endpoint.give_up();
+        play.endpoint.treat_as_away();
         assert!(play.endpoint.is_away());
         play.endpoint.poll(&mut done, 9);
         let away = |id| Completion { id, outcome: Err(WorkError::Away) };
@@ -344,7 +348,7 @@ fn a_target_with_other_memory_is_another() {
 }
 
 #[test]
-fn a_host_that_is_shut_out_waits_for_nothing() {
+fn work_of_a_fenced_host_fails_at_once() {
     let mut play = Play::new(1, AwayPolicy::Wait);
     play.target.fence(WHO.host, WHO.epoch);
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
@@ -362,7 +366,7 @@ fn a_host_that_is_shut_out_waits_for_nothing() {
     assert!(play.endpoint.is_broken());
 }
 
-/// The completions of three READs that a target gets after it has fenced the host.
+/// The completions of three READs that are posted after the target has fenced the host.
 fn ends_after_fence(play: &mut Play) -> Vec<Completion> {
     play.target.fence(WHO.host, WHO.epoch);
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
@@ -411,7 +415,7 @@ fn an_endpoint_that_does_not_reconnect_is_broken_with_its_target() {
     for work in batch {
         play.endpoint.post(&[work]).unwrap();
         if work.id == 1 {
-            assert!(play.endpoint.drain_handle().is_some(), "what is in flight can be drained");
+            assert!(play.endpoint.drain_handle().is_some(), "operations in flight can be drained");
             play.fabric.crash_node(play.target.node());
         }
         play.fabric.run();

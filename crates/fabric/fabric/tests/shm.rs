@@ -136,7 +136,7 @@ fn no_access_outlives_its_key() {
         stop.store(true, Ordering::SeqCst);
     });
     assert_eq!(faults.late.into_inner(), 0, "accesses began after their key was dead");
-    assert_eq!(faults.peeked.into_inner(), 0, "reads saw what came after their key");
+    assert_eq!(faults.peeked.into_inner(), 0, "reads found bytes from after the end of their key");
     assert_eq!(faults.overwritten.into_inner(), 0, "writes outlived their key");
     assert_eq!(faults.other.into_inner(), 0, "accesses failed for other causes");
 }
@@ -153,7 +153,7 @@ fn count(counter: &AtomicU64, happened: bool) {
     counter.fetch_add(u64::from(happened), Ordering::SeqCst);
 }
 
-/// Nothing of a fenced host may take effect once `fence` has returned.
+/// No operation of a fenced host may take effect once `fence` has returned.
 #[test]
 fn a_fence_stops_a_hammering_host() {
     let folder = tempfile::tempdir().unwrap();
@@ -184,10 +184,9 @@ fn a_fence_stops_a_hammering_host() {
     }
 }
 
-/// Starts this test binary as another process, which plays a role in `as_child`.
 /// A target refuses regions to a host that it has fenced. The error of the access is the fence.
 #[test]
-fn a_fence_during_a_request_for_a_region_is_no_lack_of_access() {
+fn a_fence_during_a_request_for_a_region_is_reported_as_the_fence() {
     const ROUNDS: u64 = 40;
     const REGIONS: usize = 60;
     let folder = tempfile::tempdir().unwrap();
@@ -220,6 +219,7 @@ fn a_fence_during_a_request_for_a_region_is_no_lack_of_access() {
     }
 }
 
+/// Starts this test binary as another process, which plays a role in `as_child`.
 fn spawn(role: &str, path: &Path) -> (Child, impl BufRead) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "shm::as_child", "--nocapture", "--test-threads=1"])
@@ -260,7 +260,7 @@ fn as_child() {
 }
 
 #[test]
-fn a_killed_target_process_is_noticed_under_load() {
+fn a_killed_target_process_is_detected_under_load() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("node");
     let (mut child, output) = spawn("target", &path);

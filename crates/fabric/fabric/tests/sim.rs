@@ -1,4 +1,4 @@
-//! Guarantees that only the simulated fabric gives: replay, reordering, and crashes that leave
+//! Tests of guarantees of the simulated fabric alone: replay, reordering, and crashes that leave
 //! prefixes.
 
 use std::collections::HashSet;
@@ -139,7 +139,7 @@ fn completions_never_claim_less_than_what_happened() {
         }
         scene.fabric.run();
         let done = drain(&mut endpoint);
-        assert_eq!(done.len(), 10, "seed {seed}: what was posted completes, come what may");
+        assert_eq!(done.len(), 10, "seed {seed}: all posted operations complete");
         let is_unknown = |outcome| matches!(outcome, Err(WorkError::PeerGone | WorkError::Timeout));
         let succeeded = done.iter().filter(|done| done.outcome.is_ok()).count() as u64;
         let unknown = done.iter().filter(|done| is_unknown(done.outcome)).count() as u64;
@@ -217,7 +217,7 @@ fn a_waiting_target_plays_events_until_a_message_arrives() {
     let verb = Verb::Send { local: LocalSlice { key, offset: 0, len: 3 } };
     endpoint.post(&[Work { id: 0, verb, signalled: true }]).unwrap();
     target.wait(Duration::MAX);
-    let from = target.receive(&mut Vec::new()).expect("it has arrived");
+    let from = target.receive(&mut Vec::new()).expect("the message has arrived");
     assert!(target.reply(from.endpoint, b"hi"));
     target.wait(Duration::MAX);
     let mut out = Vec::new();

@@ -189,7 +189,7 @@ pub fn serve(
             }
         }
     }
-    service.hold_kept();
+    service.reserve_restored();
     if let Some(reason) = spans.and_then(|spans| spans.refusal()) {
         return Err(HeapsError::Node { node: options.node, reason });
     }
@@ -220,7 +220,7 @@ pub fn serve(
     while !must_end() {
         if maintained.elapsed() >= MAINTENANCE_INTERVAL {
             maintained = Instant::now();
-            service.tend();
+            service.maintain();
             keeper.reconnect_if_closed();
         }
         std::thread::sleep(STOP_POLL_INTERVAL);

@@ -1,4 +1,4 @@
-//! How a program reaches the heaps of its user: the agent of its host has tickets for them.
+//! Access of a program to the heaps of its user: the agent of its host issues tickets for them.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -28,7 +28,7 @@ pub enum AccessError {
     /// The agent refused.
     #[error("the agent refused: {0}")]
     Refused(String),
-    /// The agent answered something else.
+    /// The agent's answer is not valid.
     #[error("the agent gave an invalid answer: it is of another build")]
     Answer,
     /// There is no such service.
@@ -53,14 +53,14 @@ fn no_service(node: Option<u16>) -> String {
     }
 }
 
-/// A service of heaps, and a ticket for it; as JSON in the agent's answer.
+/// The address of a heap service, and a ticket for it; as JSON in the agent's answer.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeapAccess {
-    /// The number of its node.
+    /// The number of the service's node.
     pub node: u16,
-    /// Its TCP address.
+    /// The TCP address of the service.
     pub address: SocketAddr,
-    /// The address of its RDMA device, if it has one.
+    /// The address of the service's RDMA device, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<SocketAddr>,
     ticket: String,
@@ -75,7 +75,7 @@ impl std::fmt::Debug for HeapAccess {
 }
 
 impl HeapAccess {
-    /// Access by a ticket, whose secret is derived from the cluster's key.
+    /// Creates access by a ticket, whose secret is derived from the cluster's key.
     #[must_use]
     pub fn new(node: u16, address: SocketAddr, ticket: &Ticket, key: &ClusterKey) -> Self {
         let (secret, ticket) = (hex(&ticket.secret(key).0), hex(&ticket.encode()));
@@ -107,7 +107,7 @@ impl HeapAccess {
         self.connect_with(ConnectOptions::default())
     }
 
-    /// As [`Self::connect`], with other options than the usual ones.
+    /// Connects as [`Self::connect`] does, with these options.
     ///
     /// # Errors
     /// Those of [`Self::connect`].
@@ -125,7 +125,7 @@ impl HeapAccess {
 }
 
 /// Asks the agent at `socket` for access to the heap of this process' user, on a node or on one
-/// that the agent chooses. If the heap is on this machine, its descriptors come with the answer.
+/// that the agent chooses. If the heap is on this machine, the answer carries its descriptors.
 ///
 /// # Errors
 /// If there is no agent, or it refuses.

@@ -1,4 +1,4 @@
-//! Which objects are in a block.
+//! A block as the heap records it: its slots, and the objects in them.
 
 use crate::class::ClassId;
 use crate::pointer::BlockAddress;
@@ -8,13 +8,13 @@ use crate::pointer::BlockAddress;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct BlockId(pub u32);
 
-/// What a block records of an object.
+/// A block's record of an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ObjectRecord {
-    /// Tells it from all other objects of its block. A heap's numbers are unique in the heap for
-    /// ever, so all objects of two blocks can be in one.
+    /// The object's number. A number is never used twice in a heap, so the objects of any two
+    /// blocks can be in one.
     pub id: u64,
-    /// The block address where it was allocated, or to which its pointers were released (§3.3).
+    /// The block address of the allocation, or to which the object's pointers were released (§3.3).
     pub home: BlockAddress,
 }
 
@@ -24,7 +24,7 @@ pub struct Block {
     class: ClassId,
     /// The address with which the block was made. New objects have it as their home.
     address: BlockAddress,
-    /// All addresses that name the block, its own one first.
+    /// All addresses that name the block, first the one with which it was made.
     names: Vec<BlockAddress>,
     records: Vec<Option<ObjectRecord>>,
     /// A bit for each slot that is in use.
@@ -35,7 +35,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// An empty block.
+    /// Creates an empty block.
     #[must_use]
     pub fn new(address: BlockAddress, class: ClassId, slots: u32) -> Self {
         Self {
@@ -70,7 +70,7 @@ impl Block {
     /// Number of slots.
     #[must_use]
     pub fn slots(&self) -> u32 {
-        u32::try_from(self.records.len()).expect("it was a u32")
+        u32::try_from(self.records.len()).expect("the number of slots is a u32")
     }
 
     /// Number of objects.

@@ -26,7 +26,7 @@ pub struct HeapBytes {
 }
 
 impl HeapBytes {
-    /// Memory of `frames` frames, of which none takes memory yet.
+    /// Creates the memory of a heap of `frames` frames. No page is allocated yet.
     ///
     /// # Errors
     /// If the system refuses.
@@ -43,10 +43,10 @@ impl HeapBytes {
         })
     }
 
-    /// Memory of a heap that an earlier process has left, in the order of [`Self::fds`].
+    /// Opens the memory of a heap of an earlier process, in the order of [`Self::fds`].
     ///
     /// # Errors
-    /// If it is not the memory of a heap.
+    /// If the descriptors are not those of a heap's memory.
     pub fn open(fds: [OwnedFd; 3]) -> io::Result<Self> {
         let [data, names, records] = fds.map(|fd| Memory::whole_revocable(fd).map(Arc::new));
         let (data, names, records) = (data?, names?, records?);
@@ -56,7 +56,7 @@ impl HeapBytes {
         let expected = [u64::from(frames) * FRAME_WORDS, layout.name_words(), layout.record_words()];
         let is_heap = lengths.iter().zip(expected).all(|(len, words)| *len as u64 == words * 8);
         if frames == 0 || !is_heap || records.load_u64(0) != FORMAT {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not the memory of a heap"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "this is not the memory of a heap"));
         }
         Ok(Self { layout, data, names, records, is_pinned: false })
     }
@@ -79,17 +79,17 @@ impl HeapBytes {
     /// have been deregistered.
     ///
     /// # Errors
-    /// If something in this process still uses the memory, or the system refuses.
+    /// If a part of this process still uses the memory, or the system refuses.
     pub fn revoke(self) -> io::Result<()> {
         let revoke = |memory| match Arc::try_unwrap(memory) {
             Ok(memory) => Memory::revoke(memory),
-            Err(_) => Err(io::Error::other("a region still has it")),
+            Err(_) => Err(io::Error::other("a region still uses the memory")),
         };
         revoke(self.data)?;
         revoke(self.names)
     }
 
-    /// Where the words are.
+    /// The places of the words in the memory.
     #[must_use]
     pub fn layout(&self) -> Layout {
         self.layout
@@ -110,7 +110,7 @@ impl HeapBytes {
             let map = UnitMap {
                 words: Arc::clone(&self.names),
                 at: usize::try_from(self.layout.names_before(order) * 8).expect("the names are mapped"),
-                units: addresses_max(self.layout.frames_max(), u8::try_from(order).expect("there are 16")),
+                units: addresses_max(self.layout.frames_max(), u8::try_from(order).expect("a small order")),
                 unit_bytes: FRAME_BYTES << order,
             };
             let plain = Registration::plain(Arc::clone(&self.data), Access::READ, scope);
@@ -131,7 +131,7 @@ impl HeapBytes {
         Ok([register(&self.data)?, register(&self.names)?])
     }
 
-    /// Bytes that the objects of the heap take, and those that its names and records take.
+    /// Bytes of memory that the objects take, and bytes that the names and records take.
     ///
     /// # Errors
     /// If the system refuses.
@@ -140,7 +140,7 @@ impl HeapBytes {
         Ok((self.data.allocated_bytes()?, tables))
     }
 
-    /// Copies the bytes of an object after its header. It must be locked.
+    /// Copies the bytes of an object after its header. The object must be locked.
     pub fn read(&self, at: u64, out: &mut [u8]) {
         self.data.read(byte(at) + 8, out);
     }
@@ -178,7 +178,7 @@ impl Words for HeapBytes {
 
     fn compare_swap(&mut self, at: u64, old: u64, new: u64) -> bool {
         let (memory, at) = self.place(at);
-        // What follows must not be seen before the lock: the fence orders it behind the store.
+        // Later stores must not be visible before the lock: the fence orders them behind it.
         let swapped = memory.atomic_u64(at).compare_exchange(old, new, AcqRel, Acquire).is_ok();
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         swapped
@@ -206,7 +206,7 @@ impl HeapWords for HeapBytes {
         let (memory, at) = self.place(at);
         let mut bytes = vec![0; out.len() * 8];
         if memory.peek(at, &mut bytes).is_err() {
-            // Then pages are created.
+            // This read creates pages.
             memory.read(at, &mut bytes);
         }
         for (word, bytes) in out.iter_mut().zip(bytes.chunks_exact(8)) {

@@ -1,8 +1,8 @@
 //! Size classes: the sizes of slots, and the sizes of the blocks that have them.
 //!
 //! A class wastes at most an eighth of what an object needs, or less than 8 bytes, the unused end
-//! of its blocks included. What needs more than [`SLOT_BYTES_MAX`] is a large object, which has a
-//! block of whole pages for itself.
+//! of its blocks included. An object that needs more than [`SLOT_BYTES_MAX`] is a *large object*,
+//! which has a block of whole pages for itself.
 
 use std::ops::RangeInclusive;
 use std::sync::LazyLock;
@@ -23,9 +23,9 @@ pub const SLOT_BYTES_MAX: u32 = 32 << 10;
 pub const OBJECT_BYTES_MAX: u32 = 64 << 20;
 /// Bytes of the smallest slot: a header and one word.
 const SLOT_BYTES_MIN: u32 = 16;
-/// By default a block has at least this number of slots, unless it were larger than 1 MiB.
+/// Least number of slots of a block by default, unless the block would be larger than 1 MiB.
 const SLOTS_MIN: u32 = 32;
-/// Most classes that a pointer can name.
+/// Most size classes that a pointer can name.
 const CLASSES_MAX: usize = 256;
 
 /// The number of a size class.
@@ -37,7 +37,7 @@ pub struct ClassId(pub u8);
 pub struct Class {
     /// Bytes of a slot, the header included; a multiple of 8.
     pub slot_bytes: u32,
-    /// A block has addresses for 4 KiB · 2^`order`.
+    /// Size order of a block: it has addresses for 4 KiB · 2^`order`.
     pub order: u8,
 }
 
@@ -54,7 +54,7 @@ impl Class {
         FRAME_BYTES * u64::from(self.frames())
     }
 
-    /// Bytes of a block's addresses, of which the memory takes the first.
+    /// Bytes of a block's addresses. The block's memory is at the first of them.
     #[must_use]
     pub fn address_bytes(self) -> u64 {
         FRAME_BYTES << self.order
@@ -79,7 +79,7 @@ impl Class {
         self.slot_bytes - HEADER_BYTES
     }
 
-    /// Whether objects that need this many bytes, their header included, do not waste too much.
+    /// Whether objects of `needed` bytes, with their header, waste at most an eighth or 7 bytes.
     fn suits(self, needed: u32) -> bool {
         let slots = u64::from(self.slots());
         let used = slots * u64::from(needed);
@@ -101,7 +101,7 @@ fn order_range(slot_bytes: u32) -> RangeInclusive<u8> {
 pub struct Classes(Vec<Class>);
 
 impl Classes {
-    /// The classes with blocks of the default sizes: with enough slots and little waste.
+    /// The classes with blocks of the default sizes, which have enough slots and little waste.
     #[must_use]
     pub fn standard() -> &'static Self {
         static STANDARD: LazyLock<Classes> =
@@ -109,13 +109,13 @@ impl Classes {
         &STANDARD
     }
 
-    /// The classes with blocks of 4 KiB · 2^`order`, as in the paper's figures.
+    /// Creates the classes with blocks of 4 KiB · 2^`order`, as in the figures of the paper.
     #[must_use]
     pub fn with_blocks(order: u8) -> Self {
         Self::derive(|_| order..=order)
     }
 
-    /// These classes, the smallest slots first.
+    /// Creates a set of classes, the smallest slots first.
     ///
     /// # Panics
     /// If there are too many, or they are in another order.
@@ -131,7 +131,7 @@ impl Classes {
         let pages_max = (OBJECT_BYTES_MAX + HEADER_BYTES).div_ceil(PAGE_BYTES);
         let mut needed = SLOT_BYTES_MAX + 1;
         while needed <= pages_max * PAGE_BYTES {
-            // The most pages that do not waste too much with the smallest object.
+            // The most pages of which the smallest object wastes at most an eighth.
             let pages = ((needed + needed / 8) / PAGE_BYTES).clamp(needed.div_ceil(PAGE_BYTES), pages_max);
             let order = pages.next_power_of_two().trailing_zeros();
             let order = u8::try_from(order).expect("at most 15");
@@ -141,7 +141,7 @@ impl Classes {
         Self::of(self.0)
     }
 
-    /// Each class has the largest slots that suit the smallest object in it.
+    /// Derives the classes: each has the largest slots that suit the smallest object in it.
     ///
     /// `orders`: the block sizes that slots of a size may have.
     fn derive(orders: impl Fn(u32) -> RangeInclusive<u8>) -> Self {
@@ -155,7 +155,7 @@ impl Classes {
                 let mut of_size = orders(slot_bytes).map(|order| Class { slot_bytes, order });
                 of_size.find(|class| class.suits(needed))
             });
-            // With large slots in small blocks none suits. Then the waste is what it is.
+            // With large slots in small blocks no class may suit. Then the waste is larger.
             let any = Class { slot_bytes: smallest, order: *orders(smallest).start() };
             let class = suiting.last().unwrap_or(any);
             if class.slots() == 0 {
@@ -175,7 +175,7 @@ impl Classes {
         (at < self.0.len()).then(|| ClassId(u8::try_from(at).expect("at most 256 classes")))
     }
 
-    /// A class by its number.
+    /// The class with this number.
     #[must_use]
     pub fn get(&self, id: ClassId) -> Option<Class> {
         self.0.get(usize::from(id.0)).copied()

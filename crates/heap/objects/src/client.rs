@@ -1,4 +1,4 @@
-//! The client of a heap: what programs link. It knows the fabric, and no pool or directory.
+//! The heap client that programs link. Uses the fabric, and no pool or directory.
 
 mod connection;
 mod device;
@@ -22,28 +22,29 @@ pub(crate) use connection::Connection;
 pub(crate) use route::HeapLink;
 pub use route::{Connect, HeapRoute};
 
-/// Longest wait for an answer.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
-/// Direct reads of a busy object before the service reads it.
+/// Longest wait for the answer to a request, or for a service that is being restarted.
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Direct reads of a busy object before the service is asked to read it.
 const TRIES_MAX: u32 = 16;
-/// A read that has taken longer is done again: versions could have passed through all numbers.
+/// A direct read that takes longer is repeated: the version number could have wrapped around.
 const READ_TIME_MAX: Duration = Duration::from_millis(10);
-/// The same for a large object, or a part of one: 2^18 requests take longer.
+/// A direct read of a large object, or of a part of one, that takes longer is repeated. The limit
+/// is greater than [`READ_TIME_MAX`] because 2^18 writes of a large object take longer.
 const LARGE_READ_TIME_MAX: Duration = Duration::from_millis(500);
 /// Bytes of an object in one message, at most.
 const MESSAGE_PART_BYTES: u32 = SLOT_BYTES_MAX;
-/// Longest pause before a large object that was changed meanwhile is read again.
-const BACK_OFF_MAX: Duration = Duration::from_millis(10);
+/// Longest pause before the next read of a large object that was changed during a read.
+const BACKOFF_MAX: Duration = Duration::from_millis(10);
 
-/// Connections that a read makes, at most.
+/// Most new connections that one read makes.
 const RECONNECTIONS_MAX: u32 = 3;
-/// Pause between two attempts to connect.
-const RECONNECT_PAUSE: Duration = Duration::from_millis(20);
+/// Interval between two attempts to connect, or to repeat a request that a busy service refused.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Why a request to a heap failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The service refused it.
+    /// The service refused the request.
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The connection broke. The outcome of the request is unknown.
@@ -51,15 +52,15 @@ pub enum ClientError {
     Connection(#[from] WorkError),
     /// The service did not answer in time. The outcome of the request is unknown.
     #[error(
-        "the heap did not answer within {} s; whether the request was carried out is unknown",
-        PATIENCE.as_secs()
+        "the heap service did not answer within {} s; whether the request was carried out is unknown",
+        REQUEST_TIMEOUT.as_secs()
     )]
-    Silent,
+    Timeout,
     /// There is no connection, and none can be made.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// The service answered something else.
-    #[error("the heap gave an invalid answer")]
+    /// The answer is not valid, or not one to this request.
+    #[error("the heap service gave an invalid answer: it is of another build")]
     Answer,
     /// The endpoint cannot be used for a heap.
     #[error("cannot prepare the connection to a heap: {0}")]
@@ -75,14 +76,14 @@ pub enum ClientError {
 impl From<BatchError> for ClientError {
     fn from(error: BatchError) -> Self {
         match error {
-            BatchError::Timeout => Self::Silent,
+            BatchError::Timeout => Self::Timeout,
             BatchError::Broken => Self::Connection(WorkError::PeerGone),
             BatchError::QueueFull(_) => Self::TooShallow,
         }
     }
 }
 
-/// How often direct reads succeeded and failed.
+/// Counts of direct reads by outcome.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct ReadCounts {
     /// Direct reads that found the object.
@@ -91,7 +92,7 @@ pub struct ReadCounts {
     pub busy: u64,
     /// Pointers that had to be corrected.
     pub corrected: u64,
-    /// Of these, those that the client has corrected by itself.
+    /// Corrected pointers for which the client found the object without a request to the service.
     pub scanned: u64,
     /// Objects that the service has read.
     pub by_service: u64,
@@ -102,14 +103,14 @@ pub struct ReadCounts {
 pub struct DirectRead<'a> {
     /// The object.
     pub pointer: Pointer,
-    /// Its first bytes.
+    /// The object's first bytes.
     pub out: &'a mut [u8],
-    /// What was found.
+    /// The outcome of the last read.
     pub verdict: ReadVerdict,
 }
 
 impl<'a> DirectRead<'a> {
-    /// A read of the first bytes of an object.
+    /// Creates a read of the first bytes of an object.
     #[must_use]
     pub fn new(pointer: Pointer, out: &'a mut [u8]) -> Self {
         Self { pointer, out, verdict: ReadVerdict::Busy }
@@ -134,8 +135,8 @@ pub(crate) fn slot_of(classes: &Classes, pointer: Pointer) -> Option<(Class, Blo
 
 /// The heap of one tenant on one node.
 ///
-/// If the connection breaks, such as when the service is restarted, the next call makes another.
-/// Reads are then repeated. Of other requests that were on their way, the outcome is unknown.
+/// If the connection breaks, such as when the service is restarted, the next call connects again.
+/// Reads are then repeated. The outcome of other requests that were in flight is unknown.
 pub struct HeapClient {
     connect: Connect,
     connection: Option<Box<dyn HeapLink>>,
@@ -160,7 +161,7 @@ impl HeapClient {
         Self::connect_at(agent_socket(), node)
     }
 
-    /// As [`Self::connect`], with the agent at this socket.
+    /// Opens a heap as [`Self::connect`], with the agent at the socket `agent`.
     ///
     /// # Errors
     /// Those of [`Self::connect`].
@@ -168,7 +169,7 @@ impl HeapClient {
         Self::connect_along(agent, node, true)
     }
 
-    /// As [`Self::connect_at`], over the network even if the heap is on this machine.
+    /// Opens a heap as [`Self::connect_at`], over the network even if the heap is on this machine.
     ///
     /// # Errors
     /// Those of [`Self::connect`].
@@ -193,12 +194,12 @@ impl HeapClient {
     /// # Errors
     /// If the service does not answer.
     pub fn connect_by(mut connect: Connect) -> Result<Self, ClientError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + REQUEST_TIMEOUT;
         let connection = loop {
             match connect()?.open() {
-                // It is still restoring heaps.
+                // The service is still restoring heaps.
                 Err(ClientError::Refused(Refused::Busy)) if Instant::now() < deadline => {
-                    std::thread::sleep(RECONNECT_PAUSE);
+                    std::thread::sleep(RECONNECT_INTERVAL);
                 }
                 opened => break Some(opened?),
             }
@@ -237,7 +238,7 @@ impl HeapClient {
     pub fn root(&mut self, bytes: u32) -> Result<Pointer, ClientError> {
         let request = Request::Root { bytes };
         let root = |client: &mut Self| client.repeat(|connection| connection.request_pointer(&request));
-        Ok(self.patiently(root)?.0)
+        Ok(self.retry_while_busy(root)?.0)
     }
 
     /// Frees an object.
@@ -279,11 +280,11 @@ impl HeapClient {
     }
 
     /// Replaces the first bytes of an object, at most 32 KiB, if its first word is `expected`.
-    /// Several clients that all write by this, and each time another first word, never overwrite
-    /// what they have not read.
+    /// Clients that write an object only by this call, each time with another first word, never
+    /// overwrite bytes that they have not read.
     ///
     /// # Errors
-    /// [`Refused::Changed`] if the word is another; else those of [`Self::write`].
+    /// [`Refused::Changed`] if the word differs; else those of [`Self::write`].
     pub fn write_if(
         &mut self,
         pointer: &mut Pointer,
@@ -294,7 +295,7 @@ impl HeapClient {
         self.request_update(pointer, |pointer| Request::WriteIf { pointer, expected, bytes })
     }
 
-    /// Writes the bytes to another object, which then takes the place of this one.
+    /// Writes the bytes to a staged object, which then replaces this one.
     fn write_large(&mut self, pointer: &mut Pointer, bytes: &[u8]) -> Result<bool, ClientError> {
         let class = Classes::standard().get(pointer.class).ok_or(Refused::NoObject)?;
         if bytes.len() > class.payload_bytes() as usize {
@@ -302,11 +303,11 @@ impl HeapClient {
         }
         let staged = self.allocate(class.payload_bytes())?;
         let written = self.write_parts(staged, bytes, 0).and_then(|()| {
-            let bytes = u32::try_from(bytes.len()).expect("it fits into the object");
+            let bytes = u32::try_from(bytes.len()).expect("the bytes fit into the object");
             self.request_update(pointer, |pointer| Request::Replace { pointer, staged, bytes })
         });
         if written.is_err() {
-            // If the replacement was made after all, there is no such object.
+            // If the replacement was made although the request failed, the staged object is gone.
             let _ = self.free(staged);
         }
         written
@@ -316,7 +317,7 @@ impl HeapClient {
     fn write_parts(&mut self, mut pointer: Pointer, bytes: &[u8], from: usize) -> Result<(), ClientError> {
         let part_bytes = MESSAGE_PART_BYTES as usize;
         for (offset, part) in (from..).step_by(part_bytes).zip(bytes[from..].chunks(part_bytes)) {
-            let offset = u32::try_from(offset).expect("it is within the object");
+            let offset = u32::try_from(offset).expect("the offset is within the object");
             self.write_at(&mut pointer, offset, part)?;
         }
         Ok(())
@@ -375,7 +376,7 @@ impl HeapClient {
     }
 
     /// Reads the first bytes of an object one-sidedly. If it is elsewhere, the pointer is corrected
-    /// first; if it is busy for long, the service reads it.
+    /// first; if it stays busy for 16 reads, the service reads it.
     ///
     /// # Errors
     /// If there is no such object, it is smaller than `out`, or the connection is broken.
@@ -383,7 +384,7 @@ impl HeapClient {
     pub fn get(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<(), ClientError> {
         check_len(*pointer, out)?;
         let mut tries = 0;
-        // A look at the clock costs as much as a read.
+        // Reading the clock costs as much as a direct read.
         let mut deadline = None;
         loop {
             let found = self.repeat(|connection| connection.direct_read(*pointer, out))?;
@@ -397,18 +398,18 @@ impl HeapClient {
                     return self.read(pointer, out).map(drop);
                 }
                 let now = Instant::now();
-                if now >= *deadline.get_or_insert(now + PATIENCE) {
+                if now >= *deadline.get_or_insert(now + REQUEST_TIMEOUT) {
                     return Err(Refused::Busy.into());
                 }
-                std::thread::sleep(BACK_OFF_MAX.min(Duration::from_micros(10) * tries));
+                std::thread::sleep(BACKOFF_MAX.min(Duration::from_micros(10) * tries));
             }
         }
     }
 
-    /// [`Self::get`] for several objects. One-sided reads are made side by side.
+    /// Reads several objects as [`Self::get`] does. The one-sided reads are in flight together.
     ///
     /// # Errors
-    /// Those of [`Self::get`]. Then no read is valid.
+    /// Errors of [`Self::get`]. Then no read is valid.
     pub fn get_many(&mut self, reads: &mut [DirectRead<'_>]) -> Result<(), ClientError> {
         reads.iter().try_for_each(|read| check_len(read.pointer, read.out))?;
         self.repeat(|connection| connection.direct_read_many(reads))?;
@@ -433,7 +434,7 @@ impl HeapClient {
             ReadVerdict::Elsewhere => {
                 self.counts.corrected += 1;
                 let found = if self.may_scan { self.repeat(|link| link.find(*pointer))? } else { None };
-                // If it is where it was, it was moved there meanwhile.
+                // The scan may find the object at the old place, if it was moved back meanwhile.
                 let found = found.filter(|found| found != pointer);
                 self.counts.scanned += u64::from(found.is_some());
                 *pointer = match found {
@@ -459,23 +460,24 @@ impl HeapClient {
     }
 
     /// Whether reads look for a moved object in its block first, one-sidedly, before they ask the
-    /// service for it (§3.2.2). They do, unless the block is large.
+    /// service (§3.2.2). On by default. Over a network, blocks of more than 16 KiB are never
+    /// scanned.
     pub fn set_scans(&mut self, may_scan: bool) {
         self.may_scan = may_scan;
     }
 
-    /// How direct reads went.
+    /// Counts of direct reads by outcome.
     #[must_use]
     pub fn counts(&self) -> ReadCounts {
         self.counts
     }
 
     fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
-        self.patiently(|client| client.connected(|connection| connection.request_pointer(request)))
+        self.retry_while_busy(|client| client.connected(|connection| connection.request_pointer(request)))
     }
 
-    /// Runs an operation again while the service is too busy to begin it: it waits for its node.
-    fn patiently<T>(
+    /// Repeats an operation while the service refuses it as busy: the service waits for its node.
+    fn retry_while_busy<T>(
         &mut self,
         mut operation: impl FnMut(&mut Self) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
@@ -483,16 +485,16 @@ impl HeapClient {
         loop {
             match operation(self) {
                 Err(ClientError::Refused(Refused::Busy))
-                    if Instant::now() < *deadline.get_or_insert_with(|| Instant::now() + PATIENCE) =>
+                    if Instant::now() < *deadline.get_or_insert_with(|| Instant::now() + REQUEST_TIMEOUT) =>
                 {
-                    std::thread::sleep(RECONNECT_PAUSE);
+                    std::thread::sleep(RECONNECT_INTERVAL);
                 }
                 result => return result,
             }
         }
     }
 
-    /// Runs an operation that may be repeated when the connection breaks.
+    /// Runs an operation, and repeats it if the connection breaks.
     fn repeat<T>(
         &mut self,
         mut operation: impl FnMut(&mut dyn HeapLink) -> Result<T, ClientError>,
@@ -506,7 +508,7 @@ impl HeapClient {
         self.connected(operation)
     }
 
-    /// Runs an operation over the connection, or over another one if it was broken.
+    /// Runs an operation over the connection, which is made again if it was broken.
     fn connected<T>(
         &mut self,
         operation: impl FnOnce(&mut dyn HeapLink) -> Result<T, ClientError>,
@@ -516,27 +518,27 @@ impl HeapClient {
             None => self.reconnect()?,
         };
         let result = operation(&mut *connection);
-        // An answer that was not waited for could be taken for a later one.
+        // The answer of a request that timed out could be mistaken for that of a later request.
         let is_broken =
-            matches!(result, Err(ClientError::Connection(_) | ClientError::Silent | ClientError::Answer));
+            matches!(result, Err(ClientError::Connection(_) | ClientError::Timeout | ClientError::Answer));
         self.connection = (!is_broken).then_some(connection);
         result
     }
 
-    /// Makes another connection. Waits for a service that is being restarted.
+    /// Connects again. Waits for a service that is being restarted.
     fn reconnect(&mut self) -> Result<Box<dyn HeapLink>, ClientError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + REQUEST_TIMEOUT;
         loop {
             let opened = (self.connect)().map_err(ClientError::from).and_then(HeapRoute::open);
             match opened {
-                Err(_) if Instant::now() < deadline => std::thread::sleep(RECONNECT_PAUSE),
+                Err(_) if Instant::now() < deadline => std::thread::sleep(RECONNECT_INTERVAL),
                 opened => return opened,
             }
         }
     }
 }
 
-/// Checks that an object of the pointer's class has as many bytes.
+/// Checks that an object of the pointer's class has at least `out.len()` bytes.
 fn check_len(pointer: Pointer, out: &[u8]) -> Result<(), ClientError> {
     let class = Classes::standard().get(pointer.class).ok_or(Refused::NoObject)?;
     match out.len() <= class.payload_bytes() as usize {

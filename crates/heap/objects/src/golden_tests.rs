@@ -1,4 +1,4 @@
-//! The bytes of `docs/formats/objects.md`.
+//! Golden tests of the formats in `docs/formats/objects.md`.
 
 use crate::bytes::HeapBytes;
 use crate::class::{ClassId, Classes};
@@ -78,7 +78,7 @@ fn golden_records() {
     ledger.add(one, class, address);
     ledger.reserve_number(1);
     ledger.begin_merge(one, &[other, third]);
-    ledger.name(address, [Some(other), Some(third)]);
+    ledger.map_address(address, [Some(other), Some(third)]);
     ledger.set_home((other, 3), Some(9));
     let number = ObjectNumber::new(77).unwrap();
     assert!(ledger.write_object(0, number, 2, &[3, 4]).is_err(), "there is no such object");

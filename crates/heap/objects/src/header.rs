@@ -28,7 +28,7 @@ impl ObjectNumber {
     /// The first number.
     pub const FIRST: Self = Self(1);
 
-    /// A number; `None` if it is out of range.
+    /// Creates an object number; `None` if `number` is out of range.
     #[must_use]
     pub fn new(number: u64) -> Option<Self> {
         (1..=NUMBER_MASK).contains(&number).then_some(Self(number))
@@ -41,14 +41,14 @@ impl ObjectNumber {
     }
 }
 
-/// Why an object must not be read now.
+/// The lock of an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lock {
-    /// It can be read.
+    /// The object can be read.
     Open,
-    /// It is being written.
+    /// The object is being written.
     Writing,
-    /// It is being moved.
+    /// The object is being moved.
     Moving,
 }
 
@@ -96,7 +96,7 @@ impl Header {
         u32::try_from(self.0 >> (NUMBER_BITS + LOCK_BITS)).expect("18 bits")
     }
 
-    /// The same with another lock.
+    /// The header with another lock.
     #[must_use]
     pub fn with_lock(self, lock: Lock) -> Self {
         let bits = match lock {

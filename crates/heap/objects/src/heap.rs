@@ -36,10 +36,10 @@ pub trait Mover {
     /// Records the home of an object, as for [`Self::copy`].
     fn rehome(&mut self, at: (FrameRun, u32), home: Option<u32>);
 
-    /// Makes an address name other memory. Most readers find their object in the first.
-    fn name(&mut self, address: BlockAddress, named: [Option<FrameRun>; 2]);
+    /// Makes an address name the blocks at `named`. Most readers find their object in the first.
+    fn map_address(&mut self, address: BlockAddress, named: [Option<FrameRun>; 2]);
 
-    /// Frees the memory of a block that nothing names any more.
+    /// Frees the memory of a block that no address names any more.
     fn free(&mut self, frames: FrameRun);
 
     /// Frees the memory of frames that no block has, and of the records of their slots: a read of
@@ -47,7 +47,7 @@ pub trait Mover {
     fn clear(&mut self, frames: FrameRun);
 
     /// Moves a large object into the block of another one, whose bytes are its new ones, and makes
-    /// its address name that block. The old block and the end are left to the caller.
+    /// its address name that block. The caller frees the old block and calls [`Self::end_merge`].
     fn replace(&mut self, replacement: &Replacement);
 
     /// Records that the merge or replacement has ended.
@@ -68,7 +68,7 @@ pub enum HeapError {
     NoClass,
 }
 
-/// Where an object is.
+/// The place of an object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Located {
     /// The worker whose block it is in.
@@ -79,7 +79,7 @@ pub struct Located {
     pub slot: u32,
     /// The memory of the block.
     pub frames: FrameRun,
-    /// The same block address as that of the pointer, with the slot where the object is now.
+    /// The block address of the pointer, with the slot where the object is now.
     pub address: u64,
     /// Whether the pointer names an old block address, which can be released (§3.3).
     pub is_old: bool,
@@ -88,17 +88,17 @@ pub struct Located {
 /// An object that was just allocated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Allocated {
-    /// Its virtual address.
+    /// The object's virtual address.
     pub address: u64,
-    /// Its id.
+    /// The object's id.
     pub id: u64,
-    /// The memory of its block.
+    /// The memory of the block.
     pub frames: FrameRun,
-    /// Its slot.
+    /// The slot in the block.
     pub slot: u32,
 }
 
-/// What a heap holds.
+/// Memory and objects of a heap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct HeapUsage {
     /// Bytes of all blocks.
@@ -125,15 +125,15 @@ pub struct HeapSettings {
 /// A block of an earlier process.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RestoredBlock {
-    /// Its memory.
+    /// The block's memory.
     pub frames: FrameRun,
-    /// Its class.
+    /// The size class.
     pub class: ClassId,
-    /// The address with which it was made.
+    /// The address with which the block was made.
     pub address: BlockAddress,
-    /// All addresses that name it, and whether each names it as its second block.
+    /// All addresses that name the block, and whether each names it as its second one.
     pub names: Vec<(BlockAddress, bool)>,
-    /// Its objects, with their slots.
+    /// The objects, with their slots.
     pub objects: Vec<(u32, ObjectRecord)>,
 }
 
@@ -144,7 +144,7 @@ struct BlockPlace {
     frames: FrameRun,
 }
 
-/// What a class holds.
+/// Memory and objects of a size class, and the counts of its changes.
 #[derive(Clone, Copy, Debug, Default)]
 struct ClassUsage {
     usage: HeapUsage,
@@ -166,12 +166,12 @@ pub struct Heap {
     frames_limit: u32,
     /// Addresses that were released: before the last [`Heap::expire_released`], and since.
     released: [Vec<BlockAddress>; 2],
-    /// The number of such calls, plus 2.
+    /// The number of calls of [`Heap::expire_released`], plus 2.
     round: u64,
 }
 
 impl Heap {
-    /// An empty heap.
+    /// Creates an empty heap.
     #[must_use]
     pub fn new(settings: HeapSettings) -> Self {
         Self {
@@ -189,7 +189,7 @@ impl Heap {
         }
     }
 
-    /// The heap of an earlier process. No block is without an object.
+    /// Restores the heap of an earlier process. Each block must have an object.
     ///
     /// `addresses`: for each block size the classes of all addresses that were ever used.
     #[must_use]
@@ -226,7 +226,7 @@ impl Heap {
 
     fn add_restored(&mut self, id: BlockId, restored: RestoredBlock) {
         let RestoredBlock { frames, class, address, names, objects } = restored;
-        let shape = self.settings.classes.get(class).expect("it was restored with a class");
+        let shape = self.settings.classes.get(class).expect("a restored block has a class");
         let mut block = Block::new(address, class, shape.slots());
         names.iter().for_each(|(name, _)| block.add_name(*name));
         for (slot, record) in objects {
@@ -235,7 +235,8 @@ impl Heap {
             self.count_object(class, shape);
         }
         self.count_block(class, shape);
-        let worker = u16::try_from(id.0 % u32::from(self.settings.workers)).expect("it is below a u16");
+        let worker = u16::try_from(id.0 % u32::from(self.settings.workers))
+            .expect("the remainder is less than the number of workers");
         self.places.push(Some(BlockPlace { worker, frames }));
         self.workers[usize::from(worker)].add(id, block);
     }
@@ -252,13 +253,13 @@ impl Heap {
         self.settings.workers
     }
 
-    /// What the heap holds.
+    /// Memory and objects of the heap.
     #[must_use]
     pub fn usage(&self) -> HeapUsage {
         self.usage
     }
 
-    /// Number of addresses of blocks in use, and of those that were ever in use.
+    /// Number of block addresses in use, and of those that were ever in use.
     #[must_use]
     pub fn addresses(&self) -> (usize, usize) {
         self.addresses.counts()
@@ -270,13 +271,13 @@ impl Heap {
         self.classes.get(usize::from(class.0)).map(|class| class.usage).unwrap_or_default()
     }
 
-    /// How many objects of a class were freed.
+    /// Number of objects of a class that were freed.
     #[must_use]
     pub fn class_frees(&self, class: ClassId) -> u64 {
         self.classes.get(usize::from(class.0)).map_or(0, |class| class.frees)
     }
 
-    /// How many objects of a class were allocated and freed, together.
+    /// Number of allocations and frees of objects of a class, together.
     #[must_use]
     pub fn class_changes(&self, class: ClassId) -> u64 {
         self.classes.get(usize::from(class.0)).map_or(0, |class| class.allocations + class.frees)
@@ -288,12 +289,12 @@ impl Heap {
         self.frames.used()
     }
 
-    /// Sets the most frames that blocks may have. More that they have already stay.
+    /// Limits the frames of all blocks. Frames above the limit that blocks have already stay.
     pub fn set_frames_limit(&mut self, frames: u32) {
         self.frames_limit = frames;
     }
 
-    /// Whether another block of a class is within the limit.
+    /// Whether one more block of a class is within the frames limit.
     #[must_use]
     pub fn has_room(&self, shape: Class) -> bool {
         self.frames.used() + shape.frames() <= self.frames_limit
@@ -335,7 +336,7 @@ impl Heap {
         };
         self.addresses.add_homed(placed.record.home);
         self.count_object(class, shape);
-        let place = self.places[placed.block.0 as usize].expect("it is in use");
+        let place = self.places[placed.block.0 as usize].expect("the block is in use");
         Ok(Allocated {
             address: placed.record.home.at(u64::from(placed.slot) * u64::from(shape.slot_bytes)),
             id: placed.record.id,
@@ -348,7 +349,7 @@ impl Heap {
     /// address names (§3.2.1).
     ///
     /// # Errors
-    /// If there is none.
+    /// If there is no such object.
     pub fn locate(&self, address: u64, id: u64) -> Result<Located, HeapError> {
         let (name, offset) = BlockAddress::containing(address).ok_or(HeapError::NoObject)?;
         let blocks_max = if Mutation::ForgetSecond.is_active() { 1 } else { 2 };
@@ -356,7 +357,7 @@ impl Heap {
             let BlockPlace { worker, frames } =
                 self.places[id_of_block.0 as usize].expect("an address names blocks in use");
             let Some(block) = self.workers[usize::from(worker)].block(id_of_block) else { continue };
-            let shape = self.settings.classes.get(block.class()).expect("it has a class");
+            let shape = self.settings.classes.get(block.class()).expect("the block has a class");
             let hint = u32::try_from(offset / u64::from(shape.slot_bytes)).unwrap_or(u32::MAX);
             if let Some(slot) = block.find(id, hint) {
                 let address = name.at(u64::from(slot) * u64::from(shape.slot_bytes));
@@ -388,12 +389,12 @@ impl Heap {
         let Located { worker, block, slot, frames, .. } = self.locate(address, id)?;
         let local = &mut self.workers[usize::from(worker)];
         let ObjectRecord { home, .. } = local.free(block, slot).ok_or(HeapError::NoObject)?;
-        let freed = local.block(block).expect("it was found there");
+        let freed = local.block(block).expect("locate has found the block there");
         let (class, is_empty) = (freed.class(), freed.live() == 0);
         if home != freed.address() {
             mover.rehome((frames, slot), None);
         }
-        let shape = self.settings.classes.get(class).expect("it has a class");
+        let shape = self.settings.classes.get(class).expect("the block has a class");
         self.uncount_object(class, shape);
         if self.addresses.remove_homed(home) {
             self.remove_name(home, mover);
@@ -413,10 +414,10 @@ impl Heap {
     pub fn release(&mut self, address: u64, id: u64, mover: &mut impl Mover) -> Result<u64, HeapError> {
         let Located { worker, block, slot, frames, .. } = self.locate(address, id)?;
         let local = &mut self.workers[usize::from(worker)];
-        let found = local.block(block).expect("it was found there");
-        let shape = self.settings.classes.get(found.class()).expect("it has a class");
+        let found = local.block(block).expect("locate has found the block there");
+        let shape = self.settings.classes.get(found.class()).expect("the block has a class");
         let next = found.address();
-        let last = local.rehome(block, slot, next).expect("it was found there");
+        let last = local.rehome(block, slot, next).expect("locate has found the block there");
         if last != next {
             mover.rehome((frames, slot), None);
             self.addresses.add_homed(next);
@@ -428,11 +429,11 @@ impl Heap {
         Ok(next.at(u64::from(slot) * u64::from(shape.slot_bytes)))
     }
 
-    /// Frees the addresses that no object has needed since before the call before.
+    /// Frees the addresses that were released before the previous call and were not used since.
     pub fn expire_released(&mut self, mover: &mut impl Mover) {
         let newer = std::mem::take(&mut self.released[1]);
         for name in std::mem::replace(&mut self.released[0], newer) {
-            // It may be in use again.
+            // The address may be in use again.
             if self.addresses.released_in(name) == self.round - 1 {
                 self.remove_name(name, mover);
             }
@@ -471,17 +472,17 @@ impl Heap {
 
     /// Removes a block without objects, with all addresses that name it.
     fn remove_block(&mut self, id: BlockId, mover: &mut impl Mover) {
-        let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("it is in use");
-        let block = self.workers[usize::from(worker)].remove(id).expect("it is this worker's");
+        let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("the block is in use");
+        let block = self.workers[usize::from(worker)].remove(id).expect("the block belongs to this worker");
         for name in block.names() {
             self.addresses.rename(*name, id, &[]);
             let rest = self.frames_of(*name);
-            mover.name(*name, rest);
+            mover.map_address(*name, rest);
             if rest == [None; 2] {
                 self.addresses.release(*name);
             }
         }
-        let shape = self.settings.classes.get(block.class()).expect("it has a class");
+        let shape = self.settings.classes.get(block.class()).expect("the block has a class");
         self.free_block(id, block.class(), shape, mover);
     }
 
@@ -508,7 +509,7 @@ impl Heap {
     }
 
     fn free_block(&mut self, id: BlockId, class: ClassId, shape: Class, mover: &mut impl Mover) {
-        let BlockPlace { frames, .. } = self.places[id.0 as usize].take().expect("it is in use");
+        let BlockPlace { frames, .. } = self.places[id.0 as usize].take().expect("the block is in use");
         mover.free(frames);
         self.frames.release(frames);
         self.free_ids.push(id);
@@ -525,20 +526,20 @@ impl Heap {
             return;
         }
         for id in named {
-            let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("it is in use");
+            let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("the block is in use");
             if let Some(block) = self.workers[usize::from(worker)].block_mut(id) {
                 block.remove_name(name);
             }
             self.addresses.rename(name, id, &[]);
         }
-        mover.name(name, [None; 2]);
+        mover.map_address(name, [None; 2]);
         self.addresses.release(name);
     }
 
     /// The memory of the blocks that an address names.
     fn frames_of(&self, name: BlockAddress) -> [Option<FrameRun>; 2] {
         let mut named = self.addresses.named(name);
-        let mut next = || Some(self.places[named.next()?.0 as usize].expect("it is in use").frames);
+        let mut next = || Some(self.places[named.next()?.0 as usize].expect("the block is in use").frames);
         [next(), next()]
     }
 

@@ -1,7 +1,7 @@
-//! Where the words of a heap are: its bytes, the names of its blocks, and the records from which
+//! Layout of the words of a heap: its bytes, the names of its blocks, and the records from which
 //! the next process of the service restores it.
 //!
-//! The formats are in docs/formats/objects.md.
+//! The formats are in `docs/formats/objects.md`.
 
 use crate::class::{BLOCK_ORDERS, Class, ClassId, Classes, FRAME_BYTES, SLOT_BYTES_MAX};
 use crate::pointer::BlockAddress;
@@ -14,19 +14,19 @@ pub const FRAME_WORDS: u64 = FRAME_BYTES / 8;
 pub const DATA: u64 = 0;
 /// The first word of the memory that clients translate addresses with.
 pub const NAMES: u64 = 1 << 56;
-/// The first word of the memory that only the service sees.
+/// The first word of the memory that only the service maps.
 pub const RECORDS: u64 = 2 << 56;
 
-/// The first word of the records: what they are, and the version of the format.
+/// The value of the first word of the records: a magic number, and the version of the format.
 pub const FORMAT: u64 = u64::from_le_bytes(*b"AQHEAP\x00\x02");
 
 pub(crate) const FORMAT_AT: u64 = RECORDS;
 pub(crate) const FRAMES_MAX_AT: u64 = RECORDS + 1;
-/// All numbers of objects below were reserved.
+/// A bound of the object numbers: all numbers below are reserved.
 pub(crate) const NUMBERS_AT: u64 = RECORDS + 2;
-/// All blocks are in the frames below.
+/// A bound of the frames: all blocks are in the frames below.
 pub(crate) const FRAMES_HIGH_AT: u64 = RECORDS + 3;
-/// For each block size: all addresses in use are below.
+/// A bound of the addresses for each block size: all addresses in use are below.
 const ADDRESSES_HIGH_AT: u64 = RECORDS + 4;
 /// The merge in progress: [`MERGING`], the source, the first destination, the second plus 1 or 0.
 /// The replacement in progress: [`REPLACING`], the block that is replaced, and the one that
@@ -45,7 +45,7 @@ const BLOCKS_AT: u64 = RECORDS + 9 * FRAME_WORDS;
 const _: () = assert!(WRITE_BYTES_AT + SLOT_BYTES_MAX as u64 / 8 <= BLOCKS_AT);
 
 const USED: u64 = 1 << 63;
-/// Slots of a frame, at most.
+/// Most slots of a frame.
 const HOMES_PER_FRAME: u64 = 256;
 
 /// The memory of a heap, in words.
@@ -53,7 +53,7 @@ pub trait HeapWords: Words {
     /// Makes words zero, and returns their pages to the system.
     fn discard(&mut self, at: u64, words: u64);
 
-    /// Loads words. Pages that do not exist are not created.
+    /// Loads words without allocating pages that do not exist.
     fn peek(&mut self, at: u64, out: &mut [u64]);
 }
 
@@ -74,13 +74,13 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a heap of at most `frames_max` frames.
+    /// Creates the layout of a heap of at most `frames_max` frames.
     #[must_use]
     pub const fn new(frames_max: u32) -> Self {
         Self { frames_max }
     }
 
-    /// Most frames.
+    /// The most frames of the heap.
     #[must_use]
     pub const fn frames_max(self) -> u32 {
         self.frames_max
@@ -98,13 +98,13 @@ impl Layout {
         self.homes_at() - RECORDS + u64::from(self.frames_max) * HOMES_PER_FRAME / 2
     }
 
-    /// The number of names of smaller blocks.
+    /// The number of names of blocks smaller than `order`.
     #[must_use]
     pub fn names_before(self, order: usize) -> u64 {
         (0..order).map(|order| addresses_max(self.frames_max, u8::try_from(order).expect("few"))).sum()
     }
 
-    /// What an address names: 0, or the number of its first frame plus 1.
+    /// The name of an address: 0, or the number of the first frame of its block plus 1.
     pub(crate) fn name_at(self, name: BlockAddress) -> u64 {
         NAMES + self.names_before(usize::from(name.order)) + u64::from(name.number)
     }
@@ -120,7 +120,7 @@ impl Layout {
         (self.seconds_at()..self.homes_at()).contains(&at)
     }
 
-    /// The record of the block that begins in a frame.
+    /// The word with the record of the block that begins in a frame.
     pub(crate) fn block_at(self, frame: u32) -> u64 {
         BLOCKS_AT + u64::from(frame)
     }

@@ -1,5 +1,5 @@
-//! Writes what a heap decides into its memory, in the order from which [`crate::recovery`] can
-//! restore it after the process was killed between any two stores.
+//! Writes the decisions of a heap into its memory, in an order from which [`crate::recovery`] can
+//! restore the heap if the process is killed between any two stores.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use crate::space::FrameRun;
 /// Numbers of objects that are reserved at once.
 const NUMBERS_RESERVED: u64 = 1 << 16;
 
-/// The memory of a heap, and where its words are.
+/// Writes a heap's records into its memory.
 #[derive(Debug)]
 pub struct Ledger<W> {
     /// The memory.
@@ -30,7 +30,7 @@ pub struct Ledger<W> {
 }
 
 impl<W: HeapWords> Ledger<W> {
-    /// The ledger of a new heap, whose memory is all zeros.
+    /// Creates the ledger of a new heap, whose memory must be all zeros.
     pub fn create(mut words: W, layout: Layout) -> Self {
         words.store(FRAMES_MAX_AT, layout.frames_max().into());
         words.store(NUMBERS_AT, 1);
@@ -38,7 +38,7 @@ impl<W: HeapWords> Ledger<W> {
         Self { words, layout, numbers_end: 1 }
     }
 
-    /// The ledger of a heap that was restored.
+    /// Creates the ledger of a restored heap.
     pub fn reopen(words: W, layout: Layout) -> Self {
         Self { words, layout, numbers_end: 1 }
     }
@@ -49,7 +49,7 @@ impl<W: HeapWords> Ledger<W> {
         self.numbers_end
     }
 
-    /// Reserves the number that is drawn next. Must be called before each allocation.
+    /// Reserves the next object number. Must be called before each allocation.
     pub fn reserve_number(&mut self, next: u64) {
         if next >= self.numbers_end && !Mutation::ReserveNoNumbers.is_active() {
             self.numbers_end = next + NUMBERS_RESERVED;
@@ -93,7 +93,7 @@ impl<W: HeapWords> Ledger<W> {
         locked.map(drop)
     }
 
-    /// Frees the slot of an object. The heap must forget the object next.
+    /// Frees the slot of an object. The caller must then remove the object from the heap.
     ///
     /// # Errors
     /// If the object is locked, or not there.
@@ -109,7 +109,7 @@ impl<W: HeapWords> Ledger<W> {
         Some((ObjectNumber::new(number)?, address, ClassId(u8::try_from(class).ok()?)))
     }
 
-    /// Records the root of the heap, which has none.
+    /// Records the root of the heap.
     pub fn set_root(&mut self, number: ObjectNumber, address: u64, class: ClassId) {
         self.words.store(ROOT_AT + 1, address);
         self.words.store(ROOT_AT + 2, class.0.into());
@@ -204,12 +204,12 @@ impl<W: HeapWords> Mover for Ledger<W> {
         self.set_home(at, home);
     }
 
-    fn name(&mut self, address: BlockAddress, named: [Option<FrameRun>; 2]) {
+    fn map_address(&mut self, address: BlockAddress, named: [Option<FrameRun>; 2]) {
         let (first_at, second_at) = (self.layout.name_at(address), self.layout.second_at(address));
         let last = self.words.load(second_at);
         let (class, _) = decode_second(last);
         let (first, second) = (name_word(named[0]), second_word(class, named[1]));
-        // No block is left out at any time.
+        // In this order each block has a name at any time.
         if named[1].is_some() {
             self.words.store(second_at, second);
         }
@@ -235,7 +235,7 @@ impl<W: HeapWords> Mover for Ledger<W> {
         self.words
             .discard(DATA + u64::from(frames.first) * FRAME_WORDS, FRAME_WORDS * u64::from(frames.count));
         let (at, words) = self.layout.homes_of(frames);
-        // Those of smaller runs share a page with others.
+        // The words of a smaller run share a page with those of others.
         if words >= FRAME_WORDS {
             self.words.discard(at, words);
         }
@@ -252,13 +252,13 @@ impl<W: HeapWords> Mover for Ledger<W> {
         }
         self.lock(target, &[(0, number.get())], shape);
         self.copy_words(from, to, 1 + u64::from(written)..u64::from(shape.slot_bytes / 8));
-        // From here on the replacement is completed.
+        // After this store a killed replacement is completed, not undone.
         let header = Header::from_word(self.words.load(from)).with_lock(Lock::Open);
         let next = if Mutation::KeepVersion.is_active() { header } else { header.next_version() };
         self.words.store(to, next.word());
-        self.name(replacement.address, [Some(staged), None]);
+        self.map_address(replacement.address, [Some(staged), None]);
         self.words.store(self.layout.block_at(staged.first), block_word(class, replacement.address));
-        self.name(replacement.staged_address, [None; 2]);
+        self.map_address(replacement.staged_address, [None; 2]);
     }
 
     fn end_merge(&mut self) {

@@ -19,7 +19,7 @@ pub struct LocalHeap {
     open: HashMap<ClassId, Vec<BlockId>>,
 }
 
-/// An object that was just allocated.
+/// The place of an object that was just allocated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Placement {
     /// The block.
@@ -37,7 +37,7 @@ impl LocalHeap {
     pub fn allocate(&mut self, class: ClassId, draw: &mut impl FnMut() -> u64) -> Option<Placement> {
         let open = self.open.get_mut(&class)?;
         while let Some(id) = open.last().copied() {
-            // The number may be that of another block by now.
+            // The block id may have been reused meanwhile.
             let block = self.blocks.get_mut(&id).filter(|block| block.free() > 0 && block.class() == class);
             if let Some(block) = block {
                 let slot = block.free_slot()?;
@@ -75,7 +75,7 @@ impl LocalHeap {
         let was_full = block.free() == 0;
         let record = block.remove(slot)?;
         if was_full {
-            // Below the block that is being filled.
+            // Keeps the block that is being filled last.
             let open = self.open.entry(block.class()).or_default();
             open.insert(open.len().saturating_sub(1), id);
         }
@@ -93,10 +93,10 @@ impl LocalHeap {
     }
 
     /// Removes the blocks of a class that a compaction can use: those that have free slots, but at
-    /// most `max` of them, the emptiest. Returns whether these were all.
+    /// most `max` of them, the emptiest. Also returns whether these were all.
     pub fn collect(&mut self, class: ClassId, max: usize) -> (Vec<(BlockId, Block)>, bool) {
         let usable = self.blocks.iter().filter(|(_, block)| block.class() == class && block.free() > 0);
-        // By their numbers as well: a compaction does not depend on the order in the table.
+        // Sorted by id as well, so that a compaction does not depend on the order in the table.
         let mut ids: Vec<(u32, BlockId)> = usable.map(|(id, block)| (block.live(), *id)).collect();
         let are_all = ids.len() <= max;
         if !are_all {

@@ -1,4 +1,4 @@
-//! Steps of the heap that the simulator breaks, to show that it notices.
+//! The mutations of the heap: steps that a test breaks, to show that the simulator detects it.
 
 aquifer_mutation::mutations! {
     /// A step that can be broken.
@@ -9,15 +9,15 @@ aquifer_mutation::mutations! {
         KeepVersion,
         /// A freed slot keeps its header.
         KeepFreed,
-        /// A reader does not compare the number of what it has found.
+        /// A reader does not compare the number in the header with that of the pointer.
         TrustAddress,
-        /// A reader does not look at the header again.
+        /// A reader does not read the header a second time.
         TrustFirstHeader,
         /// The memory of a merged block is freed before its addresses name the destination.
         FreeEarly,
         /// Objects are not locked while they are moved.
         MoveUnlocked,
-        /// The address of a merged block is used again although objects have it as their home.
+        /// The address of a merged block is reused although objects have it as their home.
         ReuseAddress,
         /// Numbers of objects are used before they are reserved.
         ReserveNoNumbers,
@@ -27,7 +27,7 @@ aquifer_mutation::mutations! {
         MergeUnrecorded,
         /// The home of a moved object is not recorded.
         ForgetHome,
-        /// The address of a block is used again by a block of another class.
+        /// The address of a block is reused by a block of another class.
         MixClasses,
         /// The record of a block is cleared before its memory.
         ForgetBlockEarly,
@@ -39,7 +39,7 @@ aquifer_mutation::mutations! {
         TrustReplacement,
         /// A message to write an object may have any number of bytes.
         AcceptAnyLength,
-        /// An object is not looked for in the second block that an address names.
+        /// An object is not searched in the second block that an address names.
         ForgetSecond,
     }
 }

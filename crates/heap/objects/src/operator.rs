@@ -1,4 +1,4 @@
-//! What operators do with the heaps of a node.
+//! The connection of an operator to the heaps of a node: reports, compaction and limits.
 
 use aquifer_fabric::Endpoint;
 
@@ -11,7 +11,7 @@ use crate::wire::{Answer, Refused, Request};
 pub struct HeapOperator(Connection);
 
 impl HeapOperator {
-    /// Uses an endpoint of the tenant [`crate::service::OPERATOR`].
+    /// Creates a connection over an endpoint of the tenant [`crate::service::OPERATOR`].
     ///
     /// # Errors
     /// If the endpoint cannot be used.
@@ -54,7 +54,7 @@ impl HeapOperator {
         }
     }
 
-    /// Changes how much the heap of a tenant may hold, in bytes.
+    /// Changes the memory limit of a tenant's heap, in bytes.
     ///
     /// # Errors
     /// If the connection breaks, or the change cannot be kept.

@@ -1,5 +1,5 @@
-//! Which blocks are merged into which: mostly the emptiest first, each into the fullest that has
-//! room (§3.1.4).
+//! Selection of the blocks to merge: mostly the emptiest first, each into the fullest that has room
+//! (§3.1.4).
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ pub struct SlotMove {
     pub from: u32,
     /// The destination, 0 or 1 in [`Merge::into`].
     pub into: usize,
-    /// The slot there.
+    /// The slot in the destination.
     pub to: u32,
 }
 
@@ -68,7 +68,7 @@ impl Packer {
         Some(Merge { source, into, moves })
     }
 
-    /// The source and the destinations of the next merge.
+    /// Selects the source and the destinations of the next merge.
     ///
     /// A block is filled with the emptiest others while two of them fit, and at last with the one
     /// that fits best. So it becomes full although all blocks are about equally full.
@@ -83,7 +83,7 @@ impl Packer {
                 return Some((emptiest, into));
             }
             let Some(into) = self.fullest_with_room(live, emptiest) else {
-                // It stays as it is. If no block may be split, that holds for all others.
+                // This block is not merged. If no block may be split, that holds for all others.
                 self.forget(emptiest);
                 continue;
             };
@@ -100,8 +100,11 @@ impl Packer {
             self.forget(*id);
         }
         for SlotMove { from, into, to } in &merge.moves {
-            let record = source.remove(*from).expect("it was planned");
-            self.blocks.get_mut(&merge.into[*into]).expect("it is being packed").put(*to, record);
+            let record = source.remove(*from).expect("the plan moves objects of the source");
+            self.blocks
+                .get_mut(&merge.into[*into])
+                .expect("the destination is being packed")
+                .put(*to, record);
         }
         for id in &merge.into {
             let block = &self.blocks[id];
@@ -127,12 +130,12 @@ impl Packer {
         self.by_live.first_key_value()?.1.last().copied()
     }
 
-    /// The fullest block that has room for `live` objects, other than one.
+    /// The fullest block, except `other`, that has room for `live` objects.
     fn fullest_with_room(&self, live: u32, other: BlockId) -> Option<BlockId> {
         self.fullest_within(self.slots - live, other)
     }
 
-    /// The fullest block with at most `most` objects, other than one.
+    /// The fullest block, except `other`, with at most `most` objects.
     fn fullest_within(&self, most: u32, other: BlockId) -> Option<BlockId> {
         let fitting = self.by_live.range(..=most).rev();
         fitting.flat_map(|(_, ids)| ids.iter().rev()).find(|id| **id != other).copied()
@@ -164,7 +167,7 @@ impl Packer {
         Some(vec![first, second])
     }
 
-    /// The moves of a merge. Objects keep their slots where these are free (§3.1.2).
+    /// Plans the moves of a merge. Objects keep their slots where these are free (§3.1.2).
     fn plan(&self, source: BlockId, into: &[BlockId]) -> Vec<SlotMove> {
         let mut room: Vec<(u32, Vec<u64>)> =
             into.iter().map(|id| (self.blocks[id].free(), self.blocks[id].used().to_vec())).collect();

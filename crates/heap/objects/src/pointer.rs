@@ -8,14 +8,14 @@
 //! ```
 //!
 //! The address names the block where the object was allocated, and is only a hint for the slot
-//! (§3.2): the number of the object tells whether what is found there is the object.
+//! (§3.2): a reader compares the number in the header that it finds there with the pointer's.
 
 use crate::class::{BLOCK_ORDERS, ClassId, FRAME_BYTES};
 use crate::header::{NUMBER_BITS, ObjectNumber};
 
 /// Bits of a virtual address.
 const ADDRESS_BITS: u32 = 48;
-/// Each block size has a part of the addresses of its own, with 2^44 bytes.
+/// Address bits of one block size, which has 2^44 bytes of addresses of its own.
 const ZONE_BITS: u32 = 44;
 const CLASS_BITS: u32 = 8;
 const _: () = assert!(BLOCK_ORDERS <= 1 << (ADDRESS_BITS - ZONE_BITS));
@@ -23,7 +23,7 @@ const _: () = assert!(BLOCK_ORDERS <= 1 << (ADDRESS_BITS - ZONE_BITS));
 /// The virtual address of a block: its size and its number among the blocks of that size.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct BlockAddress {
-    /// The block has addresses for 4 KiB · 2^`order`.
+    /// Size order of the block: it has addresses for 4 KiB · 2^`order`.
     pub order: u8,
     /// Number of the block.
     pub number: u32,
@@ -38,7 +38,7 @@ impl BlockAddress {
         (u64::from(self.order) << ZONE_BITS) + u64::from(self.number) * bytes + offset
     }
 
-    /// The block that contains an address, and the offset in it; `None` if no block can have it.
+    /// The block that contains an address, and the offset in it; `None` if no block can contain it.
     #[must_use]
     pub fn containing(address: u64) -> Option<(Self, u64)> {
         let order = u8::try_from(address >> ZONE_BITS).ok()?;

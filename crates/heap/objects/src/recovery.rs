@@ -1,6 +1,6 @@
 //! Restores a heap from its memory after the service was killed, between any two stores.
 //!
-//! What was being done is completed or undone, so that each object is there once and whole:
+//! Operations in progress are completed or undone, so that each object exists once and whole:
 //!
 //! 1. A write in progress is completed. An object that was to be freed is unlocked.
 //! 2. A merge is completed if all objects were copied, and undone otherwise. So is the replacement
@@ -27,22 +27,22 @@ use crate::space::{FrameRun, addresses_max};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Damage {
     /// The records are not those of a heap of this size and version.
-    #[error("its records are of another version or size")]
+    #[error("the heap's records are of another version or size")]
     Format,
     /// A record contradicts another one.
     #[error("the record of {what} {number} is invalid")]
     Record {
-        /// What it is of.
+        /// The subject of the record.
         what: &'static str,
-        /// Which one.
+        /// The number of the subject.
         number: u64,
     },
 }
 
-/// What is restored of a heap.
+/// The restored state of a heap.
 #[derive(Debug)]
 pub struct Restored {
-    /// For each block size the classes of all addresses that were ever used.
+    /// The classes of all addresses that were ever used, for each block size.
     pub addresses: [Vec<ClassId>; BLOCK_ORDERS],
     /// The blocks with objects, in the order of their frames.
     pub blocks: Vec<RestoredBlock>,
@@ -51,7 +51,7 @@ pub struct Restored {
 /// Restores a heap.
 ///
 /// # Errors
-/// If its records are damaged. Nothing of it can be trusted then.
+/// If the records are damaged. Then the memory cannot be used.
 pub fn recover<W: HeapWords>(words: &mut W, layout: Layout, classes: &Classes) -> Result<Restored, Damage> {
     let mut recovery = Recovery { ledger: Ledger::reopen(words, layout), layout, classes };
     let ledger = &mut recovery.ledger;
@@ -151,7 +151,7 @@ impl<W: HeapWords> Recovery<'_, W> {
                     let damage = Damage::Record { what: "address", number: number.into() };
                     let block = blocks.get_mut(&frame).filter(|block| block.address.order == order);
                     let block = block.ok_or(damage)?;
-                    // Between the two stores of a change, both may name one block.
+                    // Between the two stores of a change, both words may name one block.
                     if !block.names.iter().any(|(other, _)| *other == name) {
                         block.names.push((name, is_second));
                     }
@@ -161,7 +161,7 @@ impl<W: HeapWords> Recovery<'_, W> {
         Ok(())
     }
 
-    /// The first frames of what an address names.
+    /// The first frames of the blocks that an address names.
     fn named(&mut self, name: BlockAddress) -> [Option<u32>; 2] {
         let (_, second) = decode_second(self.load(self.layout.second_at(name)));
         [named_frame(self.load(self.layout.name_at(name))), second]
@@ -219,7 +219,7 @@ impl<W: HeapWords> Recovery<'_, W> {
         let damage = Damage::Record { what: "replacement", number: 0 };
         let frame = |word: u64| u32::try_from(word).map_err(|_| damage);
         let (target, staged) = (frame(self.load(MERGE_AT + 1))?, frame(self.load(MERGE_AT + 2))?);
-        // Without a record of the target all was done.
+        // Without a record of the target, the replacement was complete.
         if let Some(RestoredBlock { frames, class, address, .. }) = blocks.get(&target).cloned() {
             let shape = self.classes.get(class).ok_or(damage)?;
             let block = blocks.get_mut(&staged).filter(|block| block.class == class).ok_or(damage)?;
@@ -228,10 +228,10 @@ impl<W: HeapWords> Recovery<'_, W> {
             let is_there =
                 header(block.frames).number() == header(frames).number() || header(frames).number().is_none();
             if is_there || Mutation::TrustReplacement.is_active() {
-                self.ledger.name(address, [Some(block.frames), None]);
+                self.ledger.map_address(address, [Some(block.frames), None]);
                 self.ledger.words.store(self.layout.block_at(staged), block_word(class, address));
                 for (name, _) in block.names.iter().filter(|(name, _)| *name != address) {
-                    self.ledger.name(*name, [None; 2]);
+                    self.ledger.map_address(*name, [None; 2]);
                 }
                 block.address = address;
                 block.names = vec![(address, false)];
@@ -243,9 +243,9 @@ impl<W: HeapWords> Recovery<'_, W> {
         Ok(())
     }
 
-    /// Makes all that names the source name the destinations, and frees the source.
+    /// Makes all addresses of the source name the destinations, and frees the source.
     fn complete_merge(&mut self, blocks: &mut Blocks, source: u32, into: &[u32]) {
-        let source = blocks.remove(&source).expect("it was found");
+        let source = blocks.remove(&source).expect("the source was found");
         for (name, _) in &source.names {
             let named = self.named(*name).into_iter().flatten();
             let mut next: Vec<u32> = Vec::with_capacity(3);
@@ -257,7 +257,7 @@ impl<W: HeapWords> Recovery<'_, W> {
                 }
             }
             let run = |at: usize| next.get(at).map(|first| FrameRun { first: *first, ..source.frames });
-            self.ledger.name(*name, [run(0), run(1)]);
+            self.ledger.map_address(*name, [run(0), run(1)]);
             for (frame, is_second) in next.iter().zip([false, true]) {
                 let Some(block) = blocks.get_mut(frame) else { continue };
                 block.names.retain(|(other, _)| other != name);
@@ -273,7 +273,7 @@ impl<W: HeapWords> Recovery<'_, W> {
 
     /// The slots that are in use.
     fn headers(&mut self, frames: FrameRun, shape: Class) -> Vec<(u32, Header)> {
-        // Of the only object of a block the header suffices.
+        // In a block with one slot only the header is needed.
         let words = if shape.is_single() { 1 } else { shape.block_bytes() / 8 };
         let mut words = vec![0; usize::try_from(words).expect("at most 1 MiB")];
         self.ledger.words.peek(slot_word(frames, 0, shape), &mut words);
@@ -310,8 +310,8 @@ impl<W: HeapWords> Recovery<'_, W> {
         Ok(())
     }
 
-    /// Clears the homes of free slots, which a process has left that was killed while it freed an
-    /// object or copied one.
+    /// Clears the homes of free slots. A process that was killed while it freed or copied an object
+    /// leaves such homes.
     fn clear_unused_homes(&mut self, frames: FrameRun, shape: Class) {
         let headers = self.headers(frames, shape);
         for (slot, home) in (0..).zip(self.homes(frames, shape)) {
@@ -330,7 +330,7 @@ impl<W: HeapWords> Recovery<'_, W> {
         both.take(shape.slots() as usize).collect()
     }
 
-    /// Frees blocks without objects, and the addresses that name nothing else.
+    /// Frees blocks without objects, and the addresses that name no other block.
     fn free_blocks(&mut self, empty: &[RestoredBlock], others: &[RestoredBlock]) {
         let others: BTreeMap<u32, FrameRun> =
             others.iter().map(|block| (block.frames.first, block.frames)).collect();
@@ -339,7 +339,7 @@ impl<W: HeapWords> Recovery<'_, W> {
             for (name, _) in &block.names {
                 let mut rest = self.named(*name).into_iter().filter_map(&frames_of);
                 let rest = [rest.next(), rest.next()];
-                self.ledger.name(*name, rest);
+                self.ledger.map_address(*name, rest);
             }
             self.ledger.free(block.frames);
         }

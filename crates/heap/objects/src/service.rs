@@ -1,7 +1,7 @@
 //! The heap service: answers the requests of clients.
 //!
 //! Each heap has a lock, and its requests are answered in the threads of the target. Direct reads
-//! need neither.
+//! need no lock and no thread of the service.
 
 mod budget;
 mod closing;
@@ -35,37 +35,37 @@ pub const OPERATOR: Tenant = Tenant(u32::MAX);
 pub const TICKET_SERVICE: u8 = 1;
 /// Longest message: an object with its header, or regions.
 pub const MESSAGE_BYTES_MAX: u32 = 40_000;
-/// Heaps of a node, at most. Each has a region for each block size.
+/// Most heaps of a node. Each has one region for each block size.
 pub const HEAPS_MAX: usize = 4096;
-/// An address that was released is freed after one to two such intervals.
+/// Interval at which released addresses are freed: one to two intervals after their release.
 const RELEASE_INTERVAL: Duration = Duration::from_secs(30);
-/// Longest time of compaction in one turn. A turn is a tenth of a second.
+/// Longest time of compaction in one call of [`HeapService::maintain`].
 const COMPACTION_TIME: Duration = Duration::from_millis(20);
-/// Interval at which free memory is looked for that takes memory all the same.
+/// Interval at which free frames are searched for pages that reads have created.
 const CLEAR_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why a heap cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenHeapError {
-    /// There are too many.
+    /// The node has [`HEAPS_MAX`] heaps.
     #[error("the node has {HEAPS_MAX} heaps, which is its limit")]
     TooMany,
-    /// There is no memory for it.
+    /// There is no memory for the heap.
     #[error("cannot create the memory of a heap: {0}")]
     Memory(#[from] io::Error),
-    /// The target refuses its regions.
+    /// The target refuses the heap's regions.
     #[error("cannot register a heap: {0}")]
     Register(#[from] TargetError),
-    /// Its memory is damaged.
+    /// The heap's memory is damaged.
     #[error("the memory of a heap is damaged: {0}")]
     Damaged(#[from] Damage),
-    /// It was closed, and no operator has opened it again.
-    #[error("the heap was closed, because its programs have filled more memory than its limit")]
+    /// The heap was closed, and no operator has opened it again.
+    #[error("the heap was closed: its programs filled more memory than its limit; set a new limit")]
     Closed,
     /// There is no memory for another pinned heap.
     #[error("there is no memory left for another heap that devices serve")]
     NoReserve,
-    /// Its memory would not outlive the process.
+    /// The heap's memory would not outlive the process.
     #[error("the memory of a heap is not kept: {0}")]
     NotKept(String),
     /// The service has no target.
@@ -73,25 +73,25 @@ pub enum OpenHeapError {
     Ended,
 }
 
-/// What the next process must know of a heap, beside its memory.
+/// Record of a heap, which the next process receives with the heap's memory.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HeapRecord {
     /// The number of the heap on its node.
     pub heap: u16,
     /// The user.
     pub tenant: u32,
-    /// Most memory that its blocks may take.
+    /// Most memory that the heap's blocks may take.
     pub limit_bytes: u64,
-    /// The keys of its regions, the smallest blocks first.
+    /// The keys of the heap's regions, the smallest blocks first.
     pub keys: [u32; BLOCK_ORDERS],
 }
 
 /// Holds the memory of heaps for the next process.
 pub trait HeapKeeper: Send + Sync + std::fmt::Debug {
-    /// Holds a heap, and replaces what was held of it before.
+    /// Holds a heap, in place of its previous record and memory.
     ///
     /// # Errors
-    /// Why it is not held.
+    /// The reason why the heap is not held.
     fn hold(&self, record: &HeapRecord, fds: [BorrowedFd<'_>; 3]) -> Result<(), String>;
 
     /// Releases a heap that has ended.
@@ -104,7 +104,7 @@ pub struct HeapService {
     node: u16,
     budget: Arc<FrameBudget>,
     heaps: Mutex<BTreeMap<Tenant, Arc<Mutex<TenantHeap>>>>,
-    /// The numbers of heaps, so that no heap is waited for when another one is opened.
+    /// The numbers of heaps. Has a lock of its own, so that opening a heap waits for no other heap.
     numbers: Mutex<BTreeSet<u16>>,
     target: OnceLock<Weak<dyn Target>>,
     keeper: Option<Box<dyn HeapKeeper>>,
@@ -124,7 +124,7 @@ struct Devices {
 /// The heap of a program of this machine.
 #[derive(Debug)]
 pub struct HeapShare {
-    /// Its bytes and its names, open for reading only.
+    /// The heap's bytes and its names, open for reading only.
     pub fds: [OwnedFd; 2],
     heap: Weak<Mutex<TenantHeap>>,
 }
@@ -137,7 +137,7 @@ impl HeapShare {
     }
 }
 
-/// When things were done last.
+/// Times of the last maintenance.
 #[derive(Debug)]
 struct Upkeep {
     expired: Instant,
@@ -145,8 +145,8 @@ struct Upkeep {
 }
 
 impl HeapService {
-    /// A service without heaps, on the node with this number, whose heaps may take `bytes`
-    /// together: from `source`, or beside all that is lent.
+    /// Creates a service without heaps on a node. Its heaps may take `bytes` together: from
+    /// `source`, or without one, in addition to the memory that the node lends.
     #[must_use]
     pub fn new(
         node: u16,
@@ -176,8 +176,8 @@ impl HeapService {
         let _ = self.target.set(Arc::downgrade(target));
     }
 
-    /// Has devices serve the memory of all heaps, too. A heap takes `bytes` bytes from the
-    /// beginning, because devices pin its memory. To be called before heaps are restored.
+    /// Registers the memory of all heaps with devices, too. A heap takes `bytes` bytes from the
+    /// beginning, because devices pin its memory. Must be called before heaps are restored.
     pub fn serve_by_devices(&self, target: &Arc<dyn Target>, bytes: u64) {
         let _ = self.devices.set(Devices { target: Arc::downgrade(target), frames: frames(bytes).max(1) });
     }
@@ -185,7 +185,7 @@ impl HeapService {
     /// Restores a heap of an earlier process.
     ///
     /// # Errors
-    /// If its memory is damaged, or the target refuses it.
+    /// If the memory is damaged, or the target refuses it.
     pub fn restore(
         &self,
         target: &dyn Target,
@@ -205,7 +205,7 @@ impl HeapService {
         Ok(())
     }
 
-    /// The heap of a tenant, which is created if there is none. Only its endpoints can read it.
+    /// Opens or creates the heap of a tenant. Only the tenant's endpoints can read it.
     ///
     /// # Errors
     /// If the system or the target refuses.
@@ -358,18 +358,18 @@ impl HeapService {
         result.unwrap_or_else(Answer::Refused).encode(answer);
     }
 
-    /// Asks for the memory of heaps that were restored. To be called after the last of them.
-    pub fn hold_kept(&self) {
-        self.budget.tend();
+    /// Requests the memory of restored heaps from the source. To be called after the last restore.
+    pub fn reserve_restored(&self) {
+        self.budget.rebalance();
     }
 
-    /// Does what is due: compacts, and returns memory. To be called ten times a second.
-    pub fn tend(&self) {
-        self.tend_at(Instant::now());
+    /// Compacts, and returns memory, where that is due. To be called ten times a second.
+    pub fn maintain(&self) {
+        self.maintain_at(Instant::now());
     }
 
-    /// As [`Self::tend`], at this time.
-    pub fn tend_at(&self, now: Instant) {
+    /// Does the work of [`Self::maintain`] that is due at `now`.
+    pub fn maintain_at(&self, now: Instant) {
         let heaps: Vec<_> =
             self.heaps.lock().iter().map(|(tenant, heap)| (*tenant, Arc::clone(heap))).collect();
         let (expires, clears) = self.due(now);
@@ -380,7 +380,7 @@ impl HeapService {
             }
             if clears {
                 let mut heap = heap.lock();
-                heap.look_at_heat();
+                heap.update_heat();
                 if heap.clear_free_frames() {
                     drop(heap);
                     self.close(tenant);
@@ -396,7 +396,7 @@ impl HeapService {
         }
         self.closing.end_unused();
         self.deregister_unused();
-        self.budget.tend();
+        self.budget.rebalance();
     }
 
     /// Whether released addresses are to be freed, and free memory to be cleared.
@@ -410,7 +410,7 @@ impl HeapService {
         (is_due(&mut upkeep.expired, RELEASE_INTERVAL), is_due(&mut upkeep.cleared, CLEAR_INTERVAL))
     }
 
-    /// Compacts a tenant's heap by at most `merges_max` merges. Returns how many there were.
+    /// Compacts a tenant's heap by at most `merges_max` merges. Returns the number of merges.
     pub fn compact(&self, tenant: Tenant, merges_max: u64) -> u64 {
         let Some(heap) = self.heaps.lock().get(&tenant).cloned() else { return 0 };
         let classes = heap.lock().classes();
@@ -427,7 +427,7 @@ impl HeapService {
         merges
     }
 
-    /// What a tenant's heap holds; `None` if it has none.
+    /// The report on a tenant's heap; `None` if the tenant has none.
     #[must_use]
     pub fn report(&self, tenant: Tenant) -> Option<HeapReport> {
         let heap = self.heaps.lock().get(&tenant).cloned()?;
@@ -448,7 +448,7 @@ impl HeapService {
         (bytes(self.budget.reserved()), bytes(self.budget.total()))
     }
 
-    /// Changes how much a tenant's heap may hold. What it holds above that stays.
+    /// Changes the memory limit of a tenant's heap. Memory above the limit stays allocated.
     fn set_limit(&self, tenant: Tenant, bytes: u64) -> Result<(), Refused> {
         self.closing.reopen(tenant);
         let heap = self.open(tenant).map_err(|_| Refused::Full)?;
@@ -457,7 +457,7 @@ impl HeapService {
         self.keep(tenant, &heap).map_err(|_| Refused::Full)
     }
 
-    /// Answers an operator, or the owner of a heap.
+    /// Answers an operator.
     fn answer_operator(&self, request: Request<'_>, json: &mut Vec<u8>) -> Result<Answer<'static>, Refused> {
         match request {
             Request::Report { from } => {
@@ -466,7 +466,7 @@ impl HeapService {
                 *json = serde_json::to_vec(&report).map_err(|_| Refused::Invalid)?;
                 Ok(Answer::Done(0))
             }
-            // Little at a time: the thread serves others meanwhile.
+            // A few merges at a time, so that the thread can serve other requests in between.
             Request::Compact { tenant } => {
                 let merges = self.compact(Tenant(tenant), MERGES_PER_STEP);
                 Ok(Answer::Done(u32::try_from(merges).unwrap_or(u32::MAX)))

@@ -13,7 +13,7 @@ use rustix::net::{SendFlags, send};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::class::{Class, Classes, FRAME_BYTES};
-use crate::client::{ClientError, HeapLink, PATIENCE, read_time_max, slot_of};
+use crate::client::{ClientError, HeapLink, REQUEST_TIMEOUT, read_time_max, slot_of};
 use crate::header::{HEADER_BYTES, Header};
 use crate::layout::Layout;
 use crate::pointer::{BlockAddress, Pointer};
@@ -21,10 +21,10 @@ use crate::service::MESSAGE_BYTES_MAX;
 use crate::slot::{ReadVerdict, verdict};
 use crate::wire::{Answer, BlockRegion, Request};
 
-/// Time to poll for an answer before sleeping.
+/// Time for which a request polls for the answer before it sleeps.
 const SPIN_TIME: Duration = Duration::from_micros(50);
 
-/// What a program gets of a heap on its machine.
+/// Descriptors of a heap on the program's machine.
 #[derive(Debug)]
 pub struct SharedHeap {
     /// The socket for requests.
@@ -42,20 +42,20 @@ pub(crate) struct SharedLink {
     data: Arc<Memory>,
     names: Arc<Memory>,
     layout: Layout,
-    /// The numbers of the heap and of its node, which its pointers have.
+    /// The numbers of the heap and of its node, which pointers into the heap contain.
     numbers: (u16, u16),
     classes: &'static Classes,
     message: Vec<u8>,
     /// Room for the longest answer.
     answer: Vec<u8>,
-    /// When the service was last seen alive.
+    /// The time of the last check that the service is alive.
     checked: Duration,
 }
 
 impl SharedLink {
     pub fn open(heap: SharedHeap) -> Result<Self, ClientError> {
         let SharedHeap { socket, data, names } = heap;
-        // The service is trusted not to shorten what it has passed, unless it closes the heap.
+        // The service is trusted to truncate the memory only when it closes the heap.
         let map = |fd| Memory::whole_revocable_read_only(fd).map(Arc::new);
         let (data, names) = (map(data)?, map(names)?);
         let frames = u32::try_from(data.len() as u64 / FRAME_BYTES).map_err(io::Error::other)?;
@@ -86,14 +86,14 @@ impl SharedLink {
         slot_of(self.classes, pointer).filter(|_| (pointer.heap, pointer.node) == self.numbers)
     }
 
-    /// Looks once in a tick of the clock whether the service lives. If it has ended, another one
-    /// may serve another heap, and this memory be out of date.
+    /// Checks once in a tick of the clock that the service is alive. If it has ended, another one
+    /// may serve another heap, and this memory may be out of date.
     fn check_service(&mut self, now: Duration) -> Result<(), ClientError> {
         if now == self.checked {
             return Ok(());
         }
         self.checked = now;
-        // No answer is due, so what can be read is the end of the connection.
+        // No answer is due, so the socket is readable only if the connection has ended.
         match wait_readable(&[&self.socket], Duration::ZERO)? {
             true => Err(ClientError::Connection(WorkError::PeerGone)),
             false => Ok(()),
@@ -114,11 +114,11 @@ impl HeapLink for SharedLink {
         self.message.clear();
         request.encode(&mut self.message);
         send(&self.socket, &self.message, SendFlags::NOSIGNAL).map_err(|_| gone(()))?;
-        let received = receive_soon(&self.socket, &mut self.answer, SPIN_TIME, PATIENCE);
+        let received = receive_soon(&self.socket, &mut self.answer, SPIN_TIME, REQUEST_TIMEOUT);
         let len = match received.map_err(|_| gone(()))? {
             Some(0) => return Err(gone(())),
             Some(len) => len,
-            None => return Err(ClientError::Silent),
+            None => return Err(ClientError::Timeout),
         };
         match Answer::decode(&self.answer[..len]) {
             Some(Answer::Refused(refused)) => Err(refused.into()),
@@ -136,7 +136,7 @@ impl HeapLink for SharedLink {
         let Some(start) = self.translate(block).filter(fits) else { return Ok(None) };
         let header = |slot: u32| {
             let at = start + u64::from(slot) * u64::from(class.slot_bytes);
-            Header::from_word(self.data.load_u64(usize::try_from(at).expect("it is mapped")))
+            Header::from_word(self.data.load_u64(usize::try_from(at).expect("the heap's memory is mapped")))
         };
         let slot = (0..class.slots()).find(|slot| header(*slot).number() == Some(pointer.number));
         let address = slot.map(|slot| block.at(u64::from(slot) * u64::from(class.slot_bytes)));
@@ -147,7 +147,7 @@ impl HeapLink for SharedLink {
         let Some((class, block, offset)) = self.slot_of(pointer) else {
             return Ok(ReadVerdict::Elsewhere);
         };
-        debug_assert!(out.len() <= class.payload_bytes() as usize, "it was checked");
+        debug_assert!(out.len() <= class.payload_bytes() as usize, "the caller has checked the length");
         let began = now();
         self.check_service(began)?;
         let Some(start) = self.translate(block) else { return Ok(ReadVerdict::Elsewhere) };
@@ -155,14 +155,14 @@ impl HeapLink for SharedLink {
         if end.is_none() {
             return Ok(ReadVerdict::Elsewhere);
         }
-        let at = usize::try_from(start + offset).expect("it is mapped");
+        let at = usize::try_from(start + offset).expect("the heap's memory is mapped");
         let before = Header::from_word(self.data.load_u64(at));
         self.data.read(at + HEADER_BYTES as usize, out);
-        // The bytes before the second header.
+        // The bytes are read before the second header.
         fence(Ordering::Acquire);
         let after = Header::from_word(self.data.load_u64(at));
         let found = verdict(pointer.number, before, after);
-        // The block may have been moved, and its memory have become another's, in between.
+        // Meanwhile the block may have been moved, and its memory allocated to another block.
         let has_moved = self.translate(block) != Some(start);
         if found == ReadVerdict::Valid && (has_moved || now().saturating_sub(began) > read_time_max(class)) {
             return Ok(ReadVerdict::Busy);
@@ -171,7 +171,7 @@ impl HeapLink for SharedLink {
     }
 }
 
-/// A clock that costs little and is exact to some milliseconds.
+/// A coarse clock: cheap to read, exact to some milliseconds.
 fn now() -> Duration {
     let time = clock_gettime(ClockId::MonotonicCoarse);
     Duration::try_from(time).unwrap_or_default()

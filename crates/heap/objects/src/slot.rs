@@ -1,18 +1,18 @@
 //! The words of a slot: how objects are written, moved and freed, and how a reader knows that it
 //! has read one version of them (§3.2.3).
 //!
-//! A reader takes the header, then the bytes, then the header again, in this order. The rules for
-//! everything that changes a slot are:
+//! A reader loads the header, then the bytes, then the header again, in this order. The rules for
+//! every change of a slot are:
 //!
 //! - Bytes change only while the header is locked, or names no object. Workers lock by
 //!   compare-and-swap, so an object that is moved is not written meanwhile.
-//! - Each change ends with another version, also a move. So a reader notices if the memory that it
-//!   has read was freed and used again, and if it has read both places of a moved object.
+//! - Each change, also a move, ends with another version. So a reader detects that the memory was
+//!   freed and reused during the read, and that it has read both places of a moved object.
 
 use crate::header::{Header, Lock, ObjectNumber};
 use crate::mutation::Mutation;
 
-/// The memory of a heap, in words. Stores are seen by readers in the order in which they are made.
+/// The memory of a heap, in words. Readers see stores in the order in which they are made.
 pub trait Words {
     /// Loads a word.
     fn load(&mut self, at: u64) -> u64;
@@ -41,7 +41,7 @@ impl<W: Words> Words for &mut W {
 /// Why an object cannot be locked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LockRefused {
-    /// It is locked already.
+    /// The object is locked already.
     Busy,
     /// The slot has another object, or none: the object was moved or freed.
     Elsewhere,
@@ -53,10 +53,10 @@ pub fn create(words: &mut impl Words, at: u64, number: ObjectNumber, payload: &[
     words.store(at, Header::new(number, Lock::Open).word());
 }
 
-/// Locks an object. Returns its header from before.
+/// Locks an object. Returns the header from before the lock.
 ///
 /// # Errors
-/// If another worker has locked it, or it is not there.
+/// If another worker has locked the object, or the object is not there.
 pub fn lock(
     words: &mut impl Words,
     at: u64,
@@ -87,8 +87,8 @@ pub fn write(words: &mut impl Words, at: u64, header: Header, first: u64, payloa
     words.store(at, header.next_version().word());
 }
 
-/// Copies an object of `len` words, its header included, that is locked for a move, into a free
-/// slot, where it is open.
+/// Copies an object of `len` words, its header included, into a free slot, and unlocks it there.
+/// The object must be locked for a move.
 pub fn copy(words: &mut impl Words, from: u64, to: u64, len: u64) {
     let header = Header::from_word(words.load(from));
     let moved =
@@ -115,7 +115,7 @@ fn store_payload(words: &mut impl Words, at: u64, payload: &[u64]) {
     }
 }
 
-/// What a reader has found at the address of a pointer.
+/// The outcome of a direct read at the address of a pointer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadVerdict {
     /// The bytes are those of one version of the object.
@@ -126,7 +126,7 @@ pub enum ReadVerdict {
     Elsewhere,
 }
 
-/// What a reader has found, from the headers before and after the bytes.
+/// The outcome of a direct read, from the headers before and after the bytes.
 #[must_use]
 pub fn verdict(number: ObjectNumber, before: Header, after: Header) -> ReadVerdict {
     if before.number() != Some(number) && !Mutation::TrustAddress.is_active() {

@@ -1,8 +1,8 @@
 //! The addresses of blocks and the frames of a heap's memory.
 //!
-//! An address of a block names one or two blocks. It is used again when no object has it as its
-//! home any more (§3.3), and only by blocks of its class: what old pointers find there are headers,
-//! and never bytes of an object that look like one.
+//! An address of a block names one or two blocks. It is reused when no object has it as its home
+//! any more (§3.3), and only by blocks of its class. So old pointers always point at headers, and
+//! never at bytes of an object that could be mistaken for one.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -31,8 +31,8 @@ impl FrameRun {
 /// Sizes of free runs: 4 KiB to 128 MiB.
 const RUN_ORDERS: usize = BLOCK_ORDERS;
 
-/// Allocates runs of frames, by the buddy system. What a run does not need of a power of two is
-/// free for others.
+/// Allocates runs of frames, by the buddy system. A run whose length is no power of two leaves the
+/// rest of that power of two free.
 #[derive(Clone, Debug)]
 pub struct Frames {
     /// The free runs of each size.
@@ -41,13 +41,13 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// Memory of `max` frames, all free.
+    /// Creates an allocator of `max` frames, all free.
     #[must_use]
     pub fn new(max: u32) -> Self {
         Self::with_used(max, [])
     }
 
-    /// Memory of `max` frames, of which these runs are used, in ascending order.
+    /// Creates an allocator of `max` frames. The runs `used` are in use, in ascending order.
     #[must_use]
     pub fn with_used(max: u32, used: impl IntoIterator<Item = FrameRun>) -> Self {
         let mut frames = Self { free: Default::default(), used: 0 };
@@ -111,7 +111,7 @@ impl Frames {
         Some(run)
     }
 
-    /// Allocates the lowest frames that are free side by side, in several runs.
+    /// Allocates the lowest `count` consecutive free frames, which may lie in several runs.
     fn allocate_over_runs(&mut self, count: u32) -> Option<FrameRun> {
         let mut runs: Vec<FrameRun> = self.free_runs().collect();
         runs.sort_unstable();
@@ -155,7 +155,7 @@ pub fn addresses_max(frames_max: u32, order: u8) -> u64 {
     (addresses >> order).max(ADDRESSES_PER_BLOCK)
 }
 
-/// What an address names.
+/// The record of an address: the blocks that it names, and the objects that need it.
 #[derive(Clone, Copy, Debug)]
 struct AddressRecord {
     /// The blocks: none if the address is not in use. Two after the objects of a block were split.
@@ -210,14 +210,14 @@ impl Addresses {
         self.named(address).count() == 1
     }
 
-    /// Makes an address name `next` where it named `last`. With two blocks it must have named
-    /// `last` only.
+    /// Replaces `last` by `next` among the blocks that an address names. Two blocks in `next` need
+    /// an address that names `last` only.
     ///
     /// # Panics
-    /// If it would have to name three blocks.
+    /// If the address would name three blocks.
     pub fn rename(&mut self, address: BlockAddress, last: BlockId, next: &[BlockId]) {
         let record = &mut self.records[usize::from(address.order)][address.number as usize];
-        // In its place: the other one may not be lost in between.
+        // `next` takes the place of `last`, so that the order of the blocks stays.
         let mut named: Vec<BlockId> = Vec::with_capacity(3);
         let replaced = record.named.into_iter().flatten();
         for id in replaced.flat_map(|id| if id == last { next.to_vec() } else { vec![id] }) {
@@ -229,7 +229,7 @@ impl Addresses {
         record.named = [named.first().copied(), named.get(1).copied()];
     }
 
-    /// Notes the round in which the last object was released from an address.
+    /// Records the round in which the last object was released from an address.
     pub fn set_released(&mut self, address: BlockAddress, round: u64) {
         self.records[usize::from(address.order)][address.number as usize].released_in = round;
     }
@@ -241,7 +241,7 @@ impl Addresses {
         record.map_or(0, |record| record.released_in)
     }
 
-    /// Adds the next address of a size that was in use before. It names blocks, or is free.
+    /// Adds the next address of a size that was in use before. If it names no block, it is free.
     pub fn restore(&mut self, order: u8, class: ClassId, named: [Option<BlockId>; 2]) {
         let records = &mut self.records[usize::from(order)];
         if named == [None; 2] {
@@ -256,7 +256,7 @@ impl Addresses {
         self.records[usize::from(address.order)][address.number as usize].homed += 1;
     }
 
-    /// Counts an object less. Returns whether no object has the address as its home any more.
+    /// Uncounts an object. Returns true if no object has the address as its home any more.
     pub fn remove_homed(&mut self, address: BlockAddress) -> bool {
         let record = &mut self.records[usize::from(address.order)][address.number as usize];
         record.homed -= 1;
@@ -269,7 +269,7 @@ impl Addresses {
         self.records[usize::from(address.order)].get(address.number as usize).map_or(0, |record| record.homed)
     }
 
-    /// Frees an address, which names nothing any more.
+    /// Frees an address. Must be called when no object has it as its home.
     pub fn release(&mut self, address: BlockAddress) {
         let record = &mut self.records[usize::from(address.order)][address.number as usize];
         debug_assert_eq!(record.homed, 0, "objects have {address:?} as their home");
@@ -294,7 +294,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_never_overlap_and_all_memory_comes_back(
+        fn runs_never_overlap_and_all_memory_is_freed(
             steps in prop::collection::vec((any::<bool>(), 1_u32..70, any::<prop::sample::Index>()), 0..200),
         ) {
             let mut frames = Frames::new(200);
@@ -341,7 +341,7 @@ mod tests {
         assert!(addresses.remove_homed(address));
         addresses.release(address);
         assert_eq!(addresses.named(address).count(), 0);
-        assert_eq!(addresses.allocate(ClassId(8), 2, ids[3], 1), None, "it is of another class");
+        assert_eq!(addresses.allocate(ClassId(8), 2, ids[3], 1), None, "the address is of another class");
         let again = addresses.allocate(ClassId(7), 2, ids[3], 1);
         assert_eq!(again, Some(address), "addresses are used again");
         assert_eq!(addresses.counts(), (1, 1));

@@ -1,6 +1,6 @@
 //! Requests of clients to the heap service, and its answers: one message each.
 //!
-//! `docs/formats/objects.md` has the bytes.
+//! The format is in `docs/formats/objects.md`.
 
 use crate::mutation::Mutation;
 use crate::pointer::Pointer;
@@ -35,37 +35,37 @@ const REPORTED: u8 = 133;
 const DONE: u8 = 134;
 const OPENED_RAW: u8 = 135;
 
-/// What a client asks for.
+/// A request of a client or an operator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Request<'a> {
-    /// The regions of the tenant's heap.
+    /// Asks for the regions of the tenant's heap, which is created if there is none.
     Open,
-    /// The memory of the tenant's heap, as a device serves it.
+    /// Asks for the memory of the tenant's heap, as a device serves it.
     OpenRaw,
-    /// An object of this many bytes, all zeros.
+    /// Allocates an object of `bytes` bytes, all zeros.
     Allocate {
         /// Size in bytes.
         bytes: u32,
     },
-    /// An object of `bytes` bytes, of which these are the first, and the others zeros.
+    /// Allocates an object of `bytes` bytes that begins with `first`; the others are zeros.
     Create {
         /// Size in bytes.
         bytes: u32,
         /// The first bytes.
         first: &'a [u8],
     },
-    /// The root object of the tenant's heap, which is allocated if there is none.
+    /// Asks for the root object of the tenant's heap, which is allocated if there is none.
     Root {
-        /// Its size in bytes, if it is allocated.
+        /// The size in bytes, if the root is allocated.
         bytes: u32,
     },
-    /// To free an object.
+    /// Frees an object.
     Free(Pointer),
-    /// The bytes of an object.
+    /// Reads an object.
     Read(Pointer),
-    /// To replace the first bytes of an object.
+    /// Replaces the first bytes of an object.
     Write(Pointer, &'a [u8]),
-    /// To replace bytes of an object.
+    /// Replaces bytes of an object.
     WriteAt {
         /// The object.
         pointer: Pointer,
@@ -74,17 +74,17 @@ pub enum Request<'a> {
         /// The new bytes.
         bytes: &'a [u8],
     },
-    /// To replace the first bytes of an object if its first word is the one that is expected.
+    /// Replaces the first bytes of an object if its first word is `expected`.
     WriteIf {
         /// The object.
         pointer: Pointer,
-        /// What its first word must be.
+        /// The value that the first word must have.
         expected: u64,
         /// The new bytes.
         bytes: &'a [u8],
     },
-    /// To replace the first bytes of a large object by those of another one of its size class,
-    /// which ends.
+    /// Replaces the first bytes of a large object by those of another one of its size class, which
+    /// is freed.
     Replace {
         /// The object.
         pointer: Pointer,
@@ -93,31 +93,31 @@ pub enum Request<'a> {
         /// Bytes that are replaced.
         bytes: u32,
     },
-    /// A pointer with the slot where the object is now.
+    /// Asks for the pointer with the slot where the object is now.
     Correct(Pointer),
-    /// A pointer with the object's present block. The client has replaced all pointers to the
-    /// object (§3.3).
+    /// Asks for a pointer with the object's present block. The client has replaced all pointers to
+    /// the object (§3.3).
     Release(Pointer),
-    /// An operator: the report on the first heap of a tenant with this number or a greater one.
+    /// Asks, as an operator, for the report on the heap of the first tenant from `from` on.
     Report {
-        /// The least number.
+        /// The least tenant number.
         from: u32,
     },
-    /// An operator: to compact the heap of a tenant a little.
+    /// Does, as an operator, one step of compaction of a tenant's heap.
     Compact {
         /// The tenant.
         tenant: u32,
     },
-    /// An operator: to change how much the heap of a tenant may hold.
+    /// Changes, as an operator, the memory limit of a tenant's heap.
     SetLimit {
         /// The tenant.
         tenant: u32,
-        /// The new limit.
+        /// The new limit in bytes.
         bytes: u64,
     },
 }
 
-/// Where the blocks of one size are.
+/// The region of the blocks of one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct BlockRegion {
     /// The first address.
@@ -130,16 +130,16 @@ pub struct BlockRegion {
     pub node: u16,
 }
 
-/// The service's answer.
+/// The service's answer to a request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Answer<'a> {
     /// The regions of the heap, the smallest blocks first.
     Opened(Vec<BlockRegion>),
     /// The memory of the heap, as a device serves it.
     OpenedRaw {
-        /// Its frames.
+        /// Number of frames of the heap.
         frames: u32,
-        /// Where they are.
+        /// The bytes of the objects.
         data: BlockRegion,
         /// The names of all blocks.
         names: BlockRegion,
@@ -152,7 +152,7 @@ pub enum Answer<'a> {
     Refused(Refused),
     /// A report, as JSON.
     Report(&'a [u8]),
-    /// It is done; for a compaction, with the number of merges.
+    /// The request was carried out; for a compaction, with the number of merges.
     Done(u32),
 }
 
@@ -168,7 +168,7 @@ pub enum Refused {
     /// The object would be larger than any class.
     #[error("the object is too large")]
     TooLarge,
-    /// The object is written or moved by another worker: ask again.
+    /// The object is being written or moved: repeat the request.
     #[error("the object is busy")]
     Busy,
     /// The message is not valid.
@@ -440,7 +440,7 @@ mod tests {
             assert_eq!(Request::decode(&message), Some(request));
             assert_eq!(Request::decode(&message[..message.len() - 1]), None, "a part of {request:?}");
         }
-        // Any number of bytes is valid in these.
+        // These requests are valid with any number of bytes.
         let requests = [
             Request::Create { bytes: 100, first: b"bytes" },
             Request::WriteAt { pointer: pointer(), offset: 8, bytes: b"bytes" },

@@ -35,7 +35,7 @@ impl Random {
     }
 
     fn short(&mut self, bound: u32) -> u32 {
-        u32::try_from(self.below(bound.into())).expect("it is below a u32")
+        u32::try_from(self.below(bound.into())).expect("the bound is a u32")
     }
 
     fn chance(&mut self, of: u64) -> bool {
@@ -70,7 +70,7 @@ fn pointer_in(answer: &[u8]) -> Option<Pointer> {
     }
 }
 
-/// A pointer that the client has been given, mostly with one part changed, or an invented one.
+/// A pointer that the client has received, mostly with one part changed, or an invented one.
 fn some_pointer(random: &mut Random, known: &[Pointer]) -> Pointer {
     let number =
         |random: &mut Random| ObjectNumber::new(1 + random.below(1 << 44)).unwrap_or(ObjectNumber::FIRST);
@@ -121,7 +121,7 @@ fn random_requests_harm_no_other_user() {
     let mut known: Vec<Pointer> = Vec::new();
     let bytes = vec![0xaa; 40_000];
     ask(&service, HOSTILE, &Request::Open);
-    // How many requests of each kind were carried out.
+    // Number of requests of each kind that were carried out.
     let mut done = [0; 16];
     for round in 0..REQUESTS {
         let pointer = some_pointer(&mut random, &known);
@@ -162,7 +162,7 @@ fn random_requests_harm_no_other_user() {
         let answer = ask(&service, HOSTILE, &request);
         let decoded = Answer::decode(&answer).expect("each request has a valid answer");
         if matches!(request, Request::Compact { .. } | Request::SetLimit { .. }) {
-            assert_eq!(decoded, Answer::Refused(Refused::Invalid), "it is no operator");
+            assert_eq!(decoded, Answer::Refused(Refused::Invalid), "the client is no operator");
         }
         let is_done = matches!(decoded, Answer::Pointer(..) | Answer::Bytes(..));
         done[usize::try_from(kind).expect("small")] += u32::from(is_done);
@@ -171,9 +171,9 @@ fn random_requests_harm_no_other_user() {
             known.swap_remove(usize::try_from(random.below(2000)).expect("an index"));
         }
         if round % 100 == 0 {
-            service.tend();
+            service.maintain();
         }
-        // Messages that are none.
+        // Random bytes in place of a message.
         if random.chance(50) {
             let mut message: Vec<u8> =
                 (0..random.below(60)).map(|_| random.next().to_le_bytes()[0]).collect();
@@ -184,9 +184,9 @@ fn random_requests_harm_no_other_user() {
         }
     }
     assert!(done[..14].iter().all(|count| *count >= 20), "too little was carried out: {done:?}");
-    let report = service.report(HOSTILE).expect("it has a heap");
+    let report = service.report(HOSTILE).expect("the client has a heap");
     assert!(report.held_bytes <= report.limit_bytes && report.limit_bytes <= MEMORY_BYTES / 2, "{report:?}");
-    // Another user's objects are what they were, and there is room for more.
+    // The other user's objects are unchanged, and there is room for more.
     for (pointer, stamp) in &honest {
         let answer = ask(&service, HONEST, &Request::Read(*pointer));
         match Answer::decode(&answer) {
@@ -204,53 +204,53 @@ fn random_requests_harm_no_other_user() {
 /// Makes the system fill every page of a heap that a program has mapped.
 fn fill(share: &HeapShare) {
     for fd in &share.fds {
-        let memory =
-            Memory::whole_revocable_read_only(fd.try_clone().expect("a descriptor")).expect("it is open");
+        let memory = Memory::whole_revocable_read_only(fd.try_clone().expect("a descriptor"))
+            .expect("the descriptor is open");
         (0..memory.len())
             .step_by(4096)
             .for_each(|at| assert_eq!(memory.load_u64(at) & 1, 0, "no object is there"));
     }
 }
 
-/// What the objects of a heap take by the system's count.
+/// Bytes of memory that the objects of a heap take, by the system's count.
 fn allocated_bytes(share: &HeapShare) -> u64 {
-    rustix::fs::fstat(&share.fds[0]).expect("it is open").st_blocks.cast_unsigned() * 512
+    rustix::fs::fstat(&share.fds[0]).expect("the descriptor is open").st_blocks.cast_unsigned() * 512
 }
 
 #[test]
-fn a_heap_that_reads_go_on_to_fill_is_closed() {
+fn a_heap_that_reads_keep_filling_is_closed() {
     let (_target, service) = service();
     ask(&service, HONEST, &Request::Open);
     assert!(pointer_in(&ask(&service, HONEST, &Request::Allocate { bytes: 100 })).is_some());
     let share = service.share(HOSTILE).expect("there is a heap");
     let mut now = Instant::now();
-    let mut next_look = || {
+    let mut maintain_next = || {
         now += Duration::from_secs(1);
-        service.tend_at(now);
+        service.maintain_at(now);
     };
-    // A program that fills it now and then goes on.
+    // A heap that a program fills now and then stays open.
     for _ in 0..20 {
         fill(&share);
         assert!(allocated_bytes(&share) >= MEMORY_BYTES);
-        next_look();
+        maintain_next();
         assert!(service.memory_bytes().0 >= MEMORY_BYTES / 2, "what was filled counts, up to the limit");
-        next_look();
-        assert!(allocated_bytes(&share) < 1 << 20, "it is returned");
+        maintain_next();
+        assert!(allocated_bytes(&share) < 1 << 20, "the memory is returned");
         assert!(service.memory_bytes().0 < 1 << 20);
         assert!(!share.is_closed());
     }
-    let looks = (0..100).take_while(|_| {
+    let checks = (0..100).take_while(|_| {
         let is_open = !share.is_closed();
         if is_open {
             fill(&share);
-            next_look();
+            maintain_next();
         }
         is_open
     });
-    assert_eq!(looks.count(), 10);
+    assert_eq!(checks.count(), 10);
     assert_eq!(allocated_bytes(&share), 0);
     assert!(
-        share.fds.iter().all(|fd| rustix::fs::fstat(fd).expect("it is open").st_size == 0),
+        share.fds.iter().all(|fd| rustix::fs::fstat(fd).expect("the descriptor is open").st_size == 0),
         "no page can be read"
     );
     for request in [Request::Open, Request::Allocate { bytes: 100 }] {

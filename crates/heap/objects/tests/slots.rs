@@ -18,7 +18,7 @@ const SCHEDULES: usize = 20_000;
 const PAYLOAD_WORDS: usize = 3;
 const PAYLOAD: u64 = PAYLOAD_WORDS as u64;
 const SLOT: u64 = PAYLOAD + 1;
-/// The word that says in which slot the object's address is: the block's name.
+/// The word with the slot of the object: the block's name.
 const NAME: u64 = 0;
 const SLOTS: u64 = 1;
 const WRITES: u64 = 2;
@@ -80,7 +80,7 @@ impl SharedWords {
         }
     }
 
-    /// Moves the object to the other slot, frees its first one, and gives that to another object.
+    /// Moves the object to the other slot, and allocates another object in its first one.
     fn merge(&mut self) {
         while slot::lock(self, place(0), number(), Lock::Moving).is_err() {
             thread::yield_now();
@@ -91,7 +91,7 @@ impl SharedWords {
         slot::create(self, place(0), other(), &[u64::MAX; PAYLOAD_WORDS]);
     }
 
-    /// Frees the object, and gives its slot to another one.
+    /// Frees the object, and allocates another one in its slot.
     fn free(&mut self) {
         while slot::lock(self, place(0), number(), Lock::Writing).is_err() {
             thread::yield_now();
@@ -108,7 +108,7 @@ impl SharedWords {
         (1..SLOT).map(|word| self.load(at + word)).collect()
     }
 
-    /// Reads as in shared memory: translates once, and checks that at the end.
+    /// Reads as in shared memory: translates once, and checks the translation at the end.
     fn read_some(&mut self) {
         for _ in 0..READS {
             let known = self.latest.load(SeqCst);
@@ -174,7 +174,7 @@ fn valid_reads_are_whole_and_never_go_back() {
 }
 
 #[test]
-fn each_broken_step_is_noticed() {
+fn each_broken_step_is_detected() {
     let mutations = [
         Mutation::WriteUnlocked,
         Mutation::KeepVersion,
@@ -186,6 +186,6 @@ fn each_broken_step_is_noticed() {
         let play = move || mutation.while_active(play);
         let is_noticed = catch_unwind(|| shuttle::check_random(play, 10 * SCHEDULES)).is_err()
             || catch_unwind(|| shuttle::check_pct(play, 10 * SCHEDULES, 3)).is_err();
-        assert!(is_noticed, "{mutation:?} is not noticed");
+        assert!(is_noticed, "{mutation:?} is not detected");
     }
 }

@@ -93,7 +93,7 @@ impl Soak {
             let Held { address, id, shape, .. } = self.held[at];
             self.held[at].address = self.heap.release(address, id, &mut self.ledger).unwrap();
             let found = self.heap.locate(self.held[at].address, id).unwrap();
-            assert!(!found.is_old, "it was released");
+            assert!(!found.is_old, "the pointer was released");
             let word = self.ledger.words.load(slot_word(found.frames, found.slot, shape) + 1);
             assert_eq!(word, id, "the bytes have moved with the object");
         }

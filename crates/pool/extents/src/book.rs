@@ -50,7 +50,7 @@ pub(crate) struct BookEntry {
     pub request: u64,
 }
 
-/// The memory is not a book of this version.
+/// The error for memory that is not a book of this version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the book of the session has another version, or is truncated")]
 pub struct InvalidBook;
@@ -62,7 +62,7 @@ pub(crate) struct Book {
 }
 
 impl Ledger for Book {
-    /// Extents in any state, because all of them are owned by the session until they are removed.
+    /// Lists extents in any state: the session owns all of them until they are removed.
     fn extents(&self, each: &mut dyn FnMut(Extent)) {
         self.entries().for_each(|(_, entry)| each(entry.extent));
     }

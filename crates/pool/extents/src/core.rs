@@ -1,4 +1,4 @@
-//! What a session does, without system calls, clock, threads or random numbers.
+//! The core of a session, without system calls, clock, threads or random numbers.
 //!
 //! The agent and `model_tests` drive the same [`SessionCore`], each with its own [`ExtentPool`].
 
@@ -25,7 +25,7 @@ pub(crate) struct Transfer {
     pub is_write: bool,
 }
 
-/// The pool and the clock, as a session uses them.
+/// The interface of a session to the pool and the clock.
 pub(crate) trait ExtentPool {
     /// Marks an allocation as in progress until the result is dropped.
     ///
@@ -54,7 +54,7 @@ pub(crate) trait ExtentPool {
     fn free(&mut self, extents: &[Extent]) -> Vec<bool>;
 
     /// Completes the free of an extent whose control word had this record when the free began.
-    /// Returns what [`Self::free`] returns for one extent.
+    /// Returns whether the extent is freed, or lost with its node, as [`Self::free`] does.
     fn resume_free(&mut self, extent: Extent, record: u32) -> bool;
 
     /// Whether there is a connection to the node.

@@ -1,4 +1,4 @@
-//! Fuzz targets for what the keeper returns of a session.
+//! Fuzz targets for the memory and the record of a session that the keeper returns.
 
 use aquifer_fabric::{Key, Memory};
 use aquifer_pool::{Extent, NodeId, SizeClass};
@@ -9,20 +9,20 @@ use crate::serve::SessionRecord;
 /// Offset of the entries, and bytes of each.
 const ENTRIES_AT: usize = 64;
 const ENTRY_BYTES: usize = 32;
-/// Entries that the input can have.
+/// Most entries of an input.
 const ENTRIES: u32 = 16;
-/// Offset of the word that says how many entries there may be.
+/// Offset of the word with the bound of the entries.
 const END_AT: usize = 16;
 
 thread_local! {
     static BOOK: Memory = {
         let book = Book::new().expect("the system has memory");
         let fd = book.memory().fd().try_clone_to_owned().expect("the system has descriptors");
-        Memory::whole(fd).expect("it is sealed")
+        Memory::whole(fd).expect("the memory is sealed")
     };
 }
 
-/// Recovers a book, and records what it says once more.
+/// Recovers a book, and records its entries again.
 ///
 /// The input is the beginning of the memory. Returns whether all entries are valid.
 ///
@@ -36,7 +36,7 @@ pub fn recover_book(bytes: &[u8]) -> bool {
     let memory = BOOK.with(|memory| {
         memory.write(0, &initial);
         let fd = memory.fd().try_clone_to_owned().expect("the system has descriptors");
-        Memory::whole(fd).expect("it is sealed")
+        Memory::whole(fd).expect("the memory is sealed")
     });
     let Ok(book) = Book::recover(memory) else { return false };
     assert!(book.end() <= EXTENTS_MAX, "a book has no entry {}", book.end());

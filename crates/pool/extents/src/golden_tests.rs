@@ -33,7 +33,8 @@ fn golden_book() {
     golden.text("bytes", &book.memory().len().to_string());
 
     let fd = book.memory().fd().try_clone_to_owned().expect("there are descriptors");
-    let recovered = Book::recover(Memory::whole(fd).expect("it is memory")).expect("it is a book");
+    let recovered =
+        Book::recover(Memory::whole(fd).expect("the descriptor is a memfd")).expect("the memory is a book");
     assert_eq!(recovered.entries().collect::<Vec<_>>(), entries);
     assert_eq!((recovered.done_requests(), recovered.end()), (0x4142_4344_4546_4748, EXTENTS_MAX));
     golden.check();

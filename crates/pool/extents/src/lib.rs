@@ -4,12 +4,13 @@
 //! (DESIGN §5, §12). It sees no metadata of the pool and cannot exceed its user's quota.
 //!
 //! - [`SessionService`]: one thread for each session, and resumption after a restart of the agent.
-//! - `core`: what a session does, without I/O. `core::stock` has the extents that are kept ready,
-//!   `core::account` the quota of a user.
+//! - `core`: the state machine of a session, without I/O. `core::stock` has the extents that are
+//!   kept ready, `core::account` the quota of a user.
 //! - `book`: the record of a session's extents, in memory that outlives the agent.
 //! - `pool`: the pool, over endpoints of the user.
 //!
-//! This crate does not know how programs find the agent, nor what they store in their extents.
+//! The way in which programs find the agent, and the contents of extents, are unknown to this
+//! crate.
 
 #![forbid(unsafe_code)]
 

@@ -40,7 +40,7 @@ const QUOTA_BYTES: u64 = 12 << 20;
 /// Smallest size class that programs allocate.
 const CLASS_MIN: u8 = 6;
 
-/// What outlives an agent: the nodes' memory, and the ring's data.
+/// State that outlives an agent: the nodes' memory, and the ring's data.
 #[derive(Debug, Default)]
 struct ModelMemory {
     allocated: BTreeMap<(NodeId, u64), Extent>,
@@ -230,7 +230,8 @@ impl SessionPlay {
         u32::try_from(self.random >> 33).unwrap() % bound
     }
 
-    /// Lets an agent do work. If it is killed meanwhile, starts the next agent and returns `None`.
+    /// Runs `work` in an agent. If the agent is killed meanwhile, starts the next one and returns
+    /// `None`.
     fn with_agent<T>(&mut self, work: impl FnOnce(&mut SessionCore<ModelPool>) -> T) -> Option<T> {
         if self.has_kills && self.below(4) == 0 {
             KILL_POINTS_LEFT.set(1 + self.below(12));
@@ -257,7 +258,7 @@ impl SessionPlay {
         self.kills += 1;
         loop {
             let book = Arc::new(Book::recover(remap(&self.book)).expect("a book"));
-            // The leak scan frees what was allocated and not recorded.
+            // The leak scan frees extents that were allocated and not recorded.
             let recorded: Vec<Extent> = book.entries().map(|(_, entry)| entry.extent).collect();
             self.pool.0.borrow_mut().allocated.retain(|_, extent| recorded.contains(extent));
             if self.below(3) == 0 {
@@ -304,7 +305,7 @@ impl SessionPlay {
         let memory = self.pool.0.borrow();
         let recorded: BTreeMap<(NodeId, u64), Extent> =
             book.entries().map(|(_, entry)| ((entry.extent.node, entry.extent.addr), entry.extent)).collect();
-        assert_eq!(recorded, memory.allocated, "the book has what is allocated");
+        assert_eq!(recorded, memory.allocated, "the book has all allocated extents");
     }
 }
 
@@ -313,7 +314,7 @@ fn remap(memory: &Memory) -> Memory {
     Memory::whole(memory.fd().try_clone_to_owned().expect("a descriptor")).expect("a mapping")
 }
 
-/// What the program expects of its extents.
+/// The expected state of the program's extents.
 #[derive(Default)]
 struct ProgramModel {
     /// Extents in use, and their contents.
@@ -324,7 +325,7 @@ struct ProgramModel {
 /// Checks the answer to a request.
 type Expectation = Box<dyn FnOnce(&RingAnswer, &ModelMemory, &mut ProgramModel)>;
 
-/// Draws the request number `at` of a round, and says what its answer must be.
+/// Draws the request number `at` of a round, and returns the check of its answer.
 fn draw_request(
     play: &mut SessionPlay,
     program: &mut ProgramModel,
@@ -404,7 +405,7 @@ fn expect_allocation(class: u8, count: u32) -> Expectation {
     })
 }
 
-/// Plays a schedule, and returns how many agents were killed.
+/// Plays a schedule. Returns the number of agents that were killed.
 fn play(seed: u64) -> u32 {
     let mut play = SessionPlay::new(seed);
     let mut program = ProgramModel::default();
@@ -515,7 +516,7 @@ fn a_freed_extent_is_refused() {
 fn a_stretch_waits_while_nodes_clear_sections() {
     let mut play = SessionPlay::new(1);
     let whole_node = u32::try_from(NODE_BYTES / SizeClass::SECTION.bytes()).unwrap();
-    // Others have all of the first node and a section of the second.
+    // Others own all of the first node and a section of the second.
     for _ in 0..=whole_node {
         play.pool.0.borrow_mut().allocate(SizeClass::SECTION).expect("room");
     }

@@ -1,6 +1,6 @@
 //! The mutations of the book: checks that tests omit on purpose.
 //!
-//! Each is named at its check in `docs/formats/ipc.md`.
+//! `docs/formats/ipc.md` names each mutation at its check.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.

@@ -1,4 +1,4 @@
-//! The pool as a session uses it: over endpoints of the session's user to all memory nodes.
+//! The pool of a session, over endpoints of the session's user to all memory nodes.
 
 mod transfer;
 
@@ -13,8 +13,8 @@ use aquifer_pool::{Extent, LeakDetector, NodeId, OperationGuard, PoolClient, Poo
 
 use crate::core::{ExtentPool, Transfer};
 
-/// Time after a failed connection during which the node is not tried again. It doubles with each
-/// failure, because requests wait while a connection is tried.
+/// Delay before the next attempt to connect to a node after a failure. Doubles with each failure,
+/// because requests wait during an attempt.
 const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 /// Maximum of the doubled [`RECONNECT_DELAY`].
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(60);
@@ -49,24 +49,24 @@ struct FailedConnection {
 pub(crate) struct ConnectedPool {
     connector: Arc<dyn NodeConnector>,
     tenant: Tenant,
-    /// The configured quota; `None`: half of what the nodes lend.
+    /// The configured quota; `None`: half of the memory that the nodes lend.
     quota_bytes: Option<u64>,
     client: PoolClient,
     ring: Arc<Memory>,
-    /// For each connected node, the key under which its endpoint knows the ring.
+    /// The key of the ring's memory at the endpoint of each connected node.
     ring_keys: BTreeMap<NodeId, LocalKey>,
     failed: BTreeMap<NodeId, FailedConnection>,
     /// Nodes whose connection has broken since [`ExtentPool::drain_lost_nodes`].
     lost: Vec<NodeId>,
     /// State of the random number generator.
     random: u64,
-    /// When the agent started.
+    /// The time at which the agent started.
     started: Instant,
     completions: Vec<Completion>,
 }
 
 impl ConnectedPool {
-    /// Connects to all nodes. `started` is when the agent started.
+    /// Connects to all nodes. `started` is the time at which the agent started.
     pub fn new(
         connector: Arc<dyn NodeConnector>,
         tenant: Tenant,
@@ -219,8 +219,7 @@ impl ConnectedPool {
 
     /// Frees extents of a node by `free`, and returns its outcome.
     ///
-    /// Returns `None` if the node has left the cluster, or the free has failed in a way that a
-    /// retry would not change.
+    /// Returns `None` if the node has left the cluster, or if a retry of the free would fail, too.
     fn free_with<T>(
         &mut self,
         node: NodeId,

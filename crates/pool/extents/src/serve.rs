@@ -31,12 +31,12 @@ use crate::pool::NodeConnector;
 pub use inherited::{InheritError, InheritedSession};
 use session_thread::SessionThread;
 
-/// Descriptors of a session, and for its thread.
+/// Number of descriptors that a session and its thread need.
 const SESSION_DESCRIPTORS: usize = 16;
-/// Time for which a stopping agent waits until sessions have freed their extents.
+/// Maximum time for which a stopping agent waits until sessions have freed their extents.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why no session was opened. The program that asked for it gets the text.
+/// Why no session was opened. The text is sent to the program.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenSessionError {
     /// A system call failed.
@@ -51,7 +51,7 @@ pub enum OpenSessionError {
     /// The keeper does not hold the session.
     #[error(transparent)]
     NotHeld(#[from] HoldRefused),
-    /// The user has its share of the agent's descriptors.
+    /// The user has used up its share of the agent's descriptors.
     #[error(transparent)]
     TooManyDescriptors(#[from] ShareExceeded),
     /// The agent is about to end.
@@ -80,10 +80,10 @@ pub struct SessionService {
     connector: Arc<dyn NodeConnector>,
     keeper: Arc<dyn KeeperStore>,
     descriptors: Arc<DescriptorShares>,
-    /// Quota of each user; `None`: half of what the nodes lend.
+    /// Quota of each user; `None`: half of the memory that the nodes lend.
     quota_bytes: Option<u64>,
     accounts: UserAccounts,
-    /// When the agent started.
+    /// The time at which the agent started.
     started: Instant,
     sessions: Mutex<OpenSessions>,
     /// Notified when a session has ended.
@@ -101,7 +101,7 @@ struct OpenSessions {
     unserved: Vec<Arc<Book>>,
 }
 
-/// What the thread of a session shares with other threads.
+/// State that the thread of a session shares with other threads.
 #[derive(Debug)]
 struct SharedSession {
     record: SessionRecord,
@@ -127,7 +127,7 @@ impl RingWords for AgentRingMemory {
     }
 }
 
-/// What the thread of a session owns.
+/// Resources that the thread of a session owns.
 #[derive(Debug)]
 struct SessionParts {
     ring: SessionRing<AgentRingMemory>,
@@ -138,7 +138,7 @@ struct SessionParts {
 
 impl SessionService {
     /// Creates a service without sessions, which are charged to their users. The quota of each user
-    /// is `quota_bytes`, or half of what the nodes lend.
+    /// is `quota_bytes`, or half of the memory that the nodes lend.
     #[must_use]
     pub fn new(
         connector: Arc<dyn NodeConnector>,
@@ -162,7 +162,8 @@ impl SessionService {
 
     /// Opens a session for the program at the other end of a connection, and sends it the ring.
     ///
-    /// # Errors If memory or a pidfd cannot be had, the agent is stopping, or the user has too many
+    /// # Errors
+    /// If memory or a pidfd cannot be allocated, the agent is stopping, or the user has too many
     /// sessions.
     pub fn open(self: &Arc<Self>, socket: &OwnedFd, peer: PeerProcess) -> Result<(), OpenSessionError> {
         let PeerProcess { pid, uid: tenant, pidfd } = peer;
@@ -262,7 +263,7 @@ impl SessionService {
         sessions.is_stopping = true;
         for shared in sessions.live.values() {
             shared.stop.store(true, Relaxed);
-            // Errors do not matter: the program has closed the socket, or does not read it.
+            // Errors are ignored: the program has closed the socket, or does not read it.
             let _ = try_send_frame(&shared.socket, &Frame::Ended(reason.to_owned()), &[]);
             let _ = rustix::net::shutdown(&shared.socket, rustix::net::Shutdown::Both);
         }

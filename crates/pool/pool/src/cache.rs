@@ -17,32 +17,32 @@ pub use random::{NumberFns, NumberSource};
 /// Spans of a section, as an index.
 const SPANS: usize = SECTION_SPANS as usize;
 
-/// A record that no word has: the record is not known.
+/// A value that no record has: the record is unknown.
 pub(crate) const NO_RECORD: u32 = u32::MAX;
 
-/// The cached words of one node, and what follows from them.
+/// The cached words of one node, and the state that is derived from them.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct NodeCache {
     sections: Vec<SectionWord>,
     spans: Vec<SpanWord>,
-    /// For each section, a bit for each span that was seen ready (A0) since the section had its
-    /// cached word.
+    /// The spans that were seen ready (A0), a bit for each span of a section, since the section had
+    /// its cached word.
     ready: Vec<u16>,
-    /// For each word, the record that may be overwritten, because it is in the full log or is not
+    /// The record of each word that may be overwritten, because it is in the full log or is not
     /// needed any more. 0 if there is none.
     saved_section_records: Vec<u32>,
     saved_span_records: Vec<u32>,
-    /// For each section, a bit for each span that this client has filled without setting its full
-    /// hint. Cleared when another client has changed the section's word.
+    /// The spans, a bit for each span of a section, that this client has filled without setting its
+    /// full hint. Cleared when another client has changed the section's word.
     unhinted_full: Vec<u16>,
-    /// For each section, a bit for each span whose owner is known. For an open span this holds as
-    /// long as the span's word is as cached, otherwise as long as the section's word is.
+    /// The spans whose owner is known, a bit for each span of a section. For an open span this
+    /// holds as long as the span's word is as cached, otherwise as long as the section's word is.
     owner_known: Vec<u16>,
-    /// For each section, a bit for each span whose owner is another tenant.
+    /// The spans whose owner is another tenant, a bit for each span of a section.
     foreign: Vec<u16>,
     tenant: Tenant,
     numbers: NumberSource,
-    /// How often a section's word was found to differ from the cached one.
+    /// Number of times that a section's word was found to differ from the cached one.
     conflicts: u64,
     free_chunks: u64,
     offline_sections: u32,
@@ -50,7 +50,7 @@ pub struct NodeCache {
     first_sections: [u32; 2],
 }
 
-/// Something that is free by the cached words.
+/// Memory that is free by the cached words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Candidate {
     /// A run of an open span.
@@ -62,8 +62,8 @@ pub(crate) enum Candidate {
 }
 
 impl NodeCache {
-    /// A cache in which all is empty, for a client of `tenant`. Searches begin at `start`, a result
-    /// of [`search_start`].
+    /// Creates a cache in which all words are zero, for a client of `tenant`. Searches begin at
+    /// `start`, a result of [`search_start`].
     #[must_use]
     pub fn new(layout: &Layout, start: u64, tenant: Tenant, numbers: NumberSource) -> Self {
         let first_section = section_at(start, layout.sections());
@@ -85,7 +85,7 @@ impl NodeCache {
         }
     }
 
-    /// The cache for another client, with its own numbers.
+    /// A copy of the cache for another client, with its own numbers.
     #[must_use]
     pub fn with_numbers(self, numbers: NumberSource) -> Self {
         Self { numbers, ..self }
@@ -116,11 +116,11 @@ impl NodeCache {
         self.spans[span as usize]
     }
 
-    /// Caches a section's word as it was found.
+    /// Caches a section's word as found.
     pub(crate) fn set_section(&mut self, section: u32, word: SectionWord) -> Result<(), IllegalWord> {
         word.check()?;
         if word != self.section(section) {
-            // Another client has changed it: what is known of its spans may be out of date.
+            // Another client has changed the word, so the state of its spans may be out of date.
             self.ready[section as usize] = 0;
             self.unhinted_full[section as usize] = 0;
             let first = section * SECTION_SPANS;
@@ -158,7 +158,7 @@ impl NodeCache {
         self.free_chunks = self.free_chunks + self.free_of(section) - before;
     }
 
-    /// Caches a span's word as it was found.
+    /// Caches a span's word as found.
     pub(crate) fn set_span(&mut self, span: u32, word: SpanWord) -> Result<(), IllegalWord> {
         if word != self.span(span) {
             self.forget_owner(span);
@@ -185,9 +185,8 @@ impl NodeCache {
         Ok(())
     }
 
-    /// Notes that this client has filled a span, if it has, and that the section does not say so
-    /// yet.
-    pub(crate) fn note_if_full(&mut self, span: u32) {
+    /// Records a span that is full and has no full hint, after a change by this client.
+    pub(crate) fn mark_if_full(&mut self, span: u32) {
         if self.span(span).is_full() && self.state_of(span) != SpanState::Full {
             self.unhinted_full[(span / SECTION_SPANS) as usize] |= place_of(span);
         }
@@ -210,7 +209,7 @@ impl NodeCache {
         full.next().map(|place| section * SECTION_SPANS + u32::from(place))
     }
 
-    /// Caches a word as it was found.
+    /// Caches a word as found.
     pub(crate) fn learn(&mut self, at: WordAt, found: u64) -> Result<(), OpError> {
         match at {
             WordAt::Section(section) => self.set_section(section, SectionWord(found)),
@@ -283,13 +282,13 @@ impl NodeCache {
         self.tenant
     }
 
-    /// A new random key for an extent of this size.
+    /// Creates a random key for an extent of this size.
     pub(crate) fn fresh_key(&mut self, class: SizeClass) -> Key {
         Key::of_run(class.k(), self.numbers.key_bits())
     }
 
-    /// How often a section's word was found to differ from the cached one. If this has changed,
-    /// decisions by a section's word before may be out of date.
+    /// Number of times that a section's word was found to differ from the cached one. If the number
+    /// has changed, earlier decisions by a section's word may be out of date.
     pub(crate) const fn conflicts(&self) -> u64 {
         self.conflicts
     }
@@ -363,20 +362,20 @@ impl NodeCache {
         self.first_sections[usize::from(!class.is_within_span())] = section;
     }
 
-    /// Begins the next search at another section, where other hosts do not begin.
+    /// Sets another section for the next search, at which other hosts do not begin.
     pub(crate) fn scatter_first_section(&mut self, class: SizeClass, host: Host) {
         let start = search_start(host, u64::from(self.first_section(class)) + 1);
         self.set_first_section(class, section_at(start, self.section_count()));
     }
 
-    /// Whether a section has open spans, whose words say what is free in it.
+    /// Whether a section has open spans, whose words have free chunks.
     pub(crate) fn has_open_spans(&self, section: u32) -> bool {
         let word = self.section(section);
         word.has(SpanState::Partial) || word.has(SpanState::Contended)
     }
 }
 
-/// Where in a node the searches of a client begin, in units of 2^-64 of the node.
+/// The place in a node at which the searches of a client begin, in units of 2^-64 of the node.
 ///
 /// Hosts with consecutive numbers begin far apart, and so do clients of one host. The results are
 /// the fractional parts of multiples of the golden ratio (hosts) and of the square root of 2

@@ -1,4 +1,4 @@
-//! The edge: runs the state machines over fabric endpoints.
+//! The client of the pool: runs the state machines over fabric endpoints.
 
 mod connection;
 mod lanes;
@@ -45,22 +45,23 @@ impl fmt::Display for NodeId {
 
 /// One allocation of a node's memory.
 ///
-/// It is not cleared when it is allocated: it may hold data of its last owner, of the same tenant.
+/// An extent is not cleared when it is allocated: it may hold data of its last owner, of the same
+/// tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Extent {
     /// The node.
     pub node: NodeId,
-    /// Its address in the node's region.
+    /// The address in the node's region.
     pub addr: u64,
-    /// Its size.
+    /// The size.
     pub class: SizeClass,
-    /// The key that opens it for READ and WRITE.
+    /// The key that opens the extent for READ and WRITE.
     pub key: Key,
 }
 
 /// Neighbouring sections of a node that were allocated together: an extent above 2 MiB.
 ///
-/// One key opens all of them. Each section is freed by itself.
+/// One key opens all sections. Each section is freed by itself.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Stretch {
     /// The first section.
@@ -90,20 +91,21 @@ pub struct PoolClient {
 }
 
 impl PoolClient {
-    /// A client without nodes. Only endpoints of `tenant` can access what it allocates.
+    /// Creates a client without nodes. Only endpoints of `tenant` can access the extents that it
+    /// allocates.
     #[must_use]
     pub fn new(host: Host, tenant: Tenant) -> Self {
         Self::with_leak_detector(host, tenant, Arc::default())
     }
 
-    /// A client of a host that has several clients, which share a leak detector.
+    /// Creates a client of a host that has several clients, which share a leak detector.
     #[must_use]
     pub const fn with_leak_detector(host: Host, tenant: Tenant, leak_detector: Arc<LeakDetector>) -> Self {
         Self { host, tenant, nodes: BTreeMap::new(), leak_detector, answer_timeout: None }
     }
 
-    /// Sets how long operations wait for a node that does not answer. Without this they wait as
-    /// long as the node's endpoint does.
+    /// Sets the time for which operations wait for the answer of a node. The default is the timeout
+    /// of the node's endpoint.
     pub fn set_answer_timeout(&mut self, answer_timeout: AnswerTimeout) {
         self.nodes
             .values_mut()
@@ -134,7 +136,7 @@ impl PoolClient {
     /// If the node's memory has another format or version, if the endpoint fails, or at
     /// [`NODES_MAX`].
     pub fn add_node(&mut self, id: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
-        /// Numbers the clients of this process, so that their searches begin at different places.
+        /// Number of clients of this process. It makes their searches begin at different places.
         static CLIENTS: AtomicU64 = AtomicU64::new(0);
         if self.nodes.contains_key(&id) {
             return Err(PoolError::NodeExists { node: id });
@@ -169,8 +171,8 @@ impl PoolClient {
         self.with_node(id, |node| node.run(machine))
     }
 
-    /// Runs `work` on a node as one operation. If the connection breaks, the leak detector knows of
-    /// it before the operation ends.
+    /// Runs `work` on a node as one operation. If the connection breaks, this reports it to the
+    /// leak detector before the operation ends.
     fn with_node<T>(
         &mut self,
         id: NodeId,
@@ -224,11 +226,10 @@ impl PoolClient {
         self.nodes.get(&id).map_or(Key(0), ClientNode::region_key)
     }
 
-    /// Lists all that this host owns in some sections, by words and log, whichever client allocated
-    /// it.
+    /// Lists all holdings of this host in some sections, by words and log, of all its clients.
     ///
     /// # Errors
-    /// As for [`Self::recover`].
+    /// The errors of [`Self::recover`].
     pub(crate) fn holdings(&mut self, id: NodeId, sections: Range<u32>) -> Result<Vec<Holding>, PoolError> {
         let op = HoldingsOp::new(self.host, sections);
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
@@ -237,7 +238,7 @@ impl PoolClient {
     /// Frees holdings of this host in a section, as far as they have not changed.
     ///
     /// # Errors
-    /// As for [`Self::recover`].
+    /// The errors of [`Self::recover`].
     pub(crate) fn free_holdings(
         &mut self,
         id: NodeId,
@@ -248,11 +249,11 @@ impl PoolClient {
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// Frees all that this host owns in some sections, except extents at recorded addresses. No
-    /// other client of the host may be changing anything there.
+    /// Frees all holdings of this host in some sections, except extents at recorded addresses. No
+    /// other client of the host may change these sections meanwhile.
     ///
     /// # Errors
-    /// As for [`Self::recover`].
+    /// The errors of [`Self::recover`].
     pub fn free_unrecorded(
         &mut self,
         id: NodeId,
@@ -278,19 +279,19 @@ impl PoolClient {
     /// Allocates an extent of a node.
     ///
     /// # Errors
-    /// [`PoolError::Full`] if there is none. After [`PoolError::NodeGone`] or [`PoolError::Away`]
-    /// it is not known whether one was allocated; the node is suspect.
+    /// [`PoolError::Full`] if no extent is free. After [`PoolError::NodeGone`] or
+    /// [`PoolError::Away`] it is unknown whether an extent was allocated; the node is suspect.
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
         let grant = self.run_alloc(id, AllocOp::new(self.host, class), class.bytes())?;
         Ok(self.node(id)?.extent(grant))
     }
 
-    /// Allocates up to `count` extents of a node: as many as it has, at least one.
+    /// Allocates up to `count` extents of a node, at least one.
     ///
     /// Each extent costs one trip to the node, and the last one a second trip.
     ///
     /// # Errors
-    /// As for [`Self::allocate`].
+    /// The errors of [`Self::allocate`].
     pub fn allocate_many(
         &mut self,
         id: NodeId,
@@ -312,7 +313,7 @@ impl PoolClient {
     /// Allocates neighbouring sections of a node, all or none.
     ///
     /// # Errors
-    /// As for [`Self::allocate`].
+    /// The errors of [`Self::allocate`].
     pub fn allocate_stretch(&mut self, id: NodeId, sections: u32) -> Result<Stretch, PoolError> {
         let op = StretchOp::new(self.host, sections);
         let grant = self.run_alloc(id, op, u64::from(sections) * SECTION_BYTES)?;
@@ -322,8 +323,8 @@ impl PoolClient {
     /// The number of sections that the node has yet to clear before a stretch of `sections` may be
     /// free.
     ///
-    /// By the cached words; offline sections count as sections to be cleared. `None` if there would
-    /// be no such stretch even then.
+    /// Computed from the cached words. Offline sections count as sections to be cleared. `None` if
+    /// no such stretch would be free even then.
     #[must_use]
     pub fn sections_to_clear(&self, id: NodeId, sections: u32) -> Option<u32> {
         self.nodes.get(&id)?.cache.sections_to_clear(sections)
@@ -332,26 +333,26 @@ impl PoolClient {
     fn run_alloc<M: StateMachine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
         let outcome = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
         if !matches!(outcome, Ok(_) | Err(PoolError::Full { .. })) {
-            // Something may have been allocated.
+            // The node may have allocated an extent although the operation failed.
             self.leak_detector.suspect_leak(id);
         }
         outcome
     }
 
-    /// Polls the connections, so that broken ones are noticed and nodes that are away are searched
-    /// for.
+    /// Polls the connections, to detect broken ones and to reconnect to nodes that are away.
     ///
-    /// To be called now and then while no operation runs.
+    /// To be called from time to time while no operation runs.
     pub fn maintain(&mut self) {
         self.nodes.values_mut().for_each(ClientNode::poll);
     }
 
     /// Allocates a group of a section's spans without a key, whichever tenant used them last.
     ///
-    /// For the node itself, which clears the group or takes it offline. `None` if it is not free.
+    /// Used by the node itself, to clear the group or to take it offline. `None` if the group is
+    /// not free.
     ///
     /// # Errors
-    /// As for [`Self::allocate`].
+    /// The errors of [`Self::allocate`].
     pub fn allocate_group(
         &mut self,
         id: NodeId,
@@ -386,15 +387,15 @@ impl PoolClient {
         self.run_free(extent, |op| op)
     }
 
-    /// Frees several extents of a node, those in different sections side by side. Returns the
-    /// outcome of each, as of [`Self::free`].
+    /// Frees several extents of a node, in different sections concurrently. Returns the outcome of
+    /// each, as [`Self::free`] does.
     ///
     /// # Errors
-    /// If the client does not have the node, or the node is gone or away. Then it is not known
-    /// which of them are free; the node is suspect.
+    /// If the client does not have the node, or the node is gone or away. Then it is unknown which
+    /// extents are free; the node is suspect.
     ///
     /// # Panics
-    /// If one is on another node.
+    /// If an extent is on another node.
     pub fn free_many(
         &mut self,
         id: NodeId,
@@ -448,24 +449,24 @@ impl PoolClient {
         outcome.map_err(|failure| failure.of(extent.node, addr, bytes))
     }
 
-    /// Frees all that a dead host owns on a node.
+    /// Frees all holdings of a dead host on a node.
     ///
     /// The host must be fenced at the node, so that its operations in flight cannot take effect.
     /// Two clients may recover the same host at once, and a recovery that was interrupted can be
     /// repeated.
     ///
     /// # Errors
-    /// [`PoolError::NodeGone`]; [`PoolError::Busy`], and then something is not freed yet;
+    /// [`PoolError::NodeGone`]; [`PoolError::Busy`], after which some holdings are not freed yet;
     /// [`PoolError::Damaged`].
     pub fn recover(&mut self, id: NodeId, dead: Host) -> Result<Recovered, PoolError> {
         let host = self.host;
         self.run(id, RecoverOp::new(host, dead))?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// Frees what a dead host owns in some sections of a node.
+    /// Frees the holdings of a dead host in some sections of a node.
     ///
     /// # Errors
-    /// As for [`Self::recover`].
+    /// The errors of [`Self::recover`].
     pub fn recover_within(
         &mut self,
         id: NodeId,
@@ -491,18 +492,18 @@ impl PoolClient {
     ///
     /// `record` is the record that the extent's control word had then ([`Self::last_record`]).
     /// Returns whether the extent was freed now. If not, it was freed before, or the word has
-    /// changed since; then the node is suspect, and a leak scan finds out.
+    /// changed since; then the node is suspect, and a leak scan frees the extent if necessary.
     ///
     /// # Errors
-    /// As for [`Self::free`].
+    /// The errors of [`Self::free`].
     pub fn resume_free(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
         match self.run_free(extent, |op| op.resumed(record)) {
             Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
             outcome => return outcome.map(|()| true),
         }
-        // Another part of the word may have changed. If the key was not revoked, the extent is
-        // still ours. An operation in flight of the killed process may revoke the key at this
-        // moment.
+        // Another part of the word may have changed. If the key was not revoked, the extent still
+        // belongs to this host. An operation in flight of the killed process may revoke the key at
+        // this moment.
         if self.is_current(extent).inspect_err(|_| self.leak_detector.suspect_leak(extent.node))? {
             match self.free(extent) {
                 Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
@@ -526,7 +527,7 @@ impl PoolClient {
     }
 }
 
-/// Whether it is certain after a free that this host does not own the extent.
+/// Whether the outcome of a free proves that this host does not own the extent.
 const fn is_certain(outcome: &Result<(), PoolError>) -> bool {
     matches!(outcome, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }))
 }

@@ -11,17 +11,17 @@ use crate::word::IllegalWord;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FormatError {
     /// The region is too short for a header.
-    #[error("it has only {bytes} bytes, fewer than the {HEADER_BYTES} of a header")]
+    #[error("the region has only {bytes} bytes, fewer than the {HEADER_BYTES} of a header")]
     Cut {
         /// Bytes of the region.
         bytes: usize,
     },
     /// The region does not begin with the magic number.
-    #[error("it does not begin with the pool's magic number: it is not a pool's memory")]
+    #[error("the region does not begin with the pool's magic number: it is not a pool's memory")]
     Magic,
     /// Another version wrote the header.
     #[error(
-        "its format is version {version}, and this program reads only version {VERSION}: \
+        "the region's format is version {version}, and this program reads only version {VERSION}: \
          run the same version everywhere"
     )]
     Version {
@@ -29,7 +29,7 @@ pub enum FormatError {
         version: u32,
     },
     /// The header was damaged.
-    #[error("its header's checksum is wrong: the header was damaged")]
+    #[error("the checksum of the region's header is wrong: the header was damaged")]
     Checksum,
     /// The number of sections is not allowed.
     #[error("{sections} sections of 2 MiB are not supported: a node has 1 to {SECTIONS_MAX}")]
@@ -38,19 +38,19 @@ pub enum FormatError {
         sections: u64,
     },
     /// The node's number is too large.
-    #[error("its node number {node} is above 65535")]
+    #[error("the node number {node} in the region's header is above 65535")]
     Node {
         /// The number found.
         node: u32,
     },
-    /// A byte of the header is not what this version writes.
-    #[error("byte {at} of its header is not what version {VERSION} prescribes")]
+    /// A byte of the header differs from the bytes that this version writes.
+    #[error("byte {at} of the region's header is not as version {VERSION} prescribes")]
     Unknown {
         /// Offset of the first such byte.
         at: usize,
     },
     /// The header names another node.
-    #[error("its header is of node {found}")]
+    #[error("the region's header is of node {found}")]
     OtherNode {
         /// The number in the header.
         found: u16,
@@ -58,8 +58,8 @@ pub enum FormatError {
     /// The node has registered no region for this host.
     #[error("the node opens no memory to this host")]
     NoRegion,
-    /// The region is shorter than the header says.
-    #[error("its header describes {needed} bytes, but only {found} are registered")]
+    /// The region is shorter than its header describes.
+    #[error("the region's header describes {needed} bytes, but only {found} are registered")]
     TooShort {
         /// Bytes that the header describes.
         needed: u64,
@@ -85,7 +85,7 @@ pub enum PoolError {
     NodeGone {
         /// The node.
         node: NodeId,
-        /// What the fabric reported.
+        /// The error of the fabric.
         cause: WorkError,
     },
     /// The node is away, and may return with its memory. An operation in flight may or may not have
@@ -107,7 +107,7 @@ pub enum PoolError {
         /// The node.
         node: NodeId,
     },
-    /// The client has as many nodes as it can have.
+    /// The client has reached its limit of nodes.
     #[error("a client connects to at most {limit} nodes")]
     TooManyNodes {
         /// The limit.
@@ -137,9 +137,9 @@ pub enum PoolError {
         /// The host that owns it.
         owner: Host,
     },
-    /// The operation lost too many races for the same words. Nothing is half done, except that a
-    /// free may leave a span closed that its section does not say is empty.
-    #[error("node {} is too busy: gave up after {attempts} lost races", node.0)]
+    /// The operation lost too many races for the same words. No change is half done, except that a
+    /// free may leave a span closed that is not empty in its section's word.
+    #[error("node {} is too busy: the operation lost {attempts} races; try again later", node.0)]
     Busy {
         /// The node.
         node: NodeId,
@@ -155,7 +155,7 @@ pub enum PoolError {
         at: WordAt,
         /// The word.
         word: u64,
-        /// Why it is illegal.
+        /// The reason why the word is illegal.
         cause: Damage,
     },
     /// The node's memory has a format that this version cannot use.
@@ -163,7 +163,7 @@ pub enum PoolError {
     Format {
         /// The node.
         node: NodeId,
-        /// Why not.
+        /// The reason.
         cause: FormatError,
     },
     /// The endpoint could not be set up, or could not drain operations.
@@ -171,7 +171,7 @@ pub enum PoolError {
     Endpoint {
         /// The node.
         node: NodeId,
-        /// What the fabric reported.
+        /// The error of the fabric.
         cause: EndpointError,
     },
     /// Local memory for replies could not be allocated.
@@ -179,7 +179,7 @@ pub enum PoolError {
     LocalMemory {
         /// The node.
         node: NodeId,
-        /// What the system reported.
+        /// The error of the system.
         cause: std::io::Error,
     },
 }
@@ -187,11 +187,11 @@ pub enum PoolError {
 /// Why a control word is illegal.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum Damage {
-    /// This version does not write such a word.
+    /// The word is not one that this version writes.
     #[error(transparent)]
     Illegal(#[from] IllegalWord),
     /// Another client changed a word that only the client that opens or closes the span may change.
-    #[error("it was changed by a client other than the one that opens or closes the span")]
+    #[error("it was changed by another client than the one that opens or closes the span")]
     UnexpectedWriter,
 }
 

@@ -15,14 +15,14 @@ use crate::word::{AlignedRun, InlineLog, LogEntry, LogOp, SectionWord, SpanState
 const HOST: Host = Host(0xabc);
 
 fn run(first: u8, order: u8) -> AlignedRun {
-    AlignedRun::new(first, order).expect("it is aligned")
+    AlignedRun::new(first, order).expect("the run is aligned")
 }
 
 #[test]
 fn golden_header_and_tables() {
     let mut golden = golden!("layout");
     for (node, sections) in [(0, 1), (0x0102, 0x0304), (u16::MAX, SECTIONS_MAX)] {
-        let layout = Layout::new(node, sections).expect("it is possible");
+        let layout = Layout::new(node, sections).expect("the number of sections is valid");
         let page = layout.encode();
         assert_eq!(Layout::decode(&page), Ok(layout));
         golden.text("header", &format!("node {node}, sections {sections}"));
@@ -45,7 +45,7 @@ fn golden_header_and_tables() {
         let KeyTable { entries_at, data } = layout.key_table();
         golden.text("table of keys", &format!("at {entries_at}, for {} to {}", data.start, data.end));
     }
-    golden.text("magic", std::str::from_utf8(&MAGIC).expect("it is ASCII"));
+    golden.text("magic", std::str::from_utf8(&MAGIC).expect("the magic number is ASCII"));
     golden.text("version", &VERSION.to_string());
     golden.text("bytes of a header", &HEADER_BYTES.to_string());
     golden.text("entries", &format!("keys {KEY_ENTRY_BYTES} bytes, logs {LOG_ENTRY_BYTES} bytes"));
@@ -128,7 +128,7 @@ fn golden_span_words() {
 #[test]
 fn golden_places_of_entries() {
     let mut golden = golden!("entries");
-    let layout = Layout::new(1, 3).expect("it is possible");
+    let layout = Layout::new(1, 3).expect("the number of sections is valid");
     let places = [
         ("key of section 1", WordAt::section_key(1)),
         ("key of span 17", WordAt::span_key(17)),

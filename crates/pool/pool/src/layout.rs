@@ -45,7 +45,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a region with this number of sections.
+    /// Creates the layout of a region with this number of sections.
     ///
     /// # Errors
     /// If there is no section, or more than [`SECTIONS_MAX`].
@@ -56,10 +56,10 @@ impl Layout {
         Ok(Self { node, sections })
     }
 
-    /// The layout of a region for `data_bytes`, rounded down to whole sections.
+    /// Creates the layout of a region for `data_bytes`, rounded down to whole sections.
     ///
     /// # Errors
-    /// If that is no section, or more than [`SECTIONS_MAX`].
+    /// If `data_bytes` is less than a section, or more than [`SECTIONS_MAX`] sections.
     pub fn for_bytes(node: u16, data_bytes: u64) -> Result<Self, FormatError> {
         let sections = data_bytes / SECTION_BYTES;
         Self::new(node, u32::try_from(sections).map_err(|_| FormatError::Sections { sections })?)
@@ -139,7 +139,7 @@ impl Layout {
         }
     }
 
-    /// The table of keys, as the fabric needs it.
+    /// The place of the key table, for the fabric.
     #[must_use]
     pub const fn key_table(&self) -> KeyTable {
         KeyTable { entries_at: self.keys_at(), data: self.data_at()..self.region_bytes() }
@@ -196,7 +196,7 @@ impl Layout {
     /// Decodes the header page of a region, which another process wrote.
     ///
     /// # Errors
-    /// If the page is not byte for byte what this version writes.
+    /// If a byte of the page differs from the bytes that this version writes.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let page: &[u8; HEADER_BYTES] = bytes
             .get(..HEADER_BYTES)

@@ -6,12 +6,12 @@
 //! - [`layout`]: the offsets of all parts of a node's region, and its header.
 //! - [`op`]: the state machines that allocate and free extents. They do no I/O; the simulator and
 //!   [`PoolClient`] drive the same ones.
-//! - [`cache`]: the words of a node as a client saw them last.
+//! - [`cache`]: the control words of a node as a client last found them.
 //! - [`client`]: the edge, which runs the state machines over fabric endpoints.
 //! - `leaks`: leak detection over all clients of a host.
 //! - `node_memory`: the node's side, which creates the region and opens it to hosts.
 //!
-//! This crate does not know what an extent is used for, nor which process serves the node's memory.
+//! The use of extents, and the process that serves the node's memory, are unknown to this crate.
 
 #![forbid(unsafe_code)]
 

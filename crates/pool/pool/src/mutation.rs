@@ -1,11 +1,11 @@
 //! The mutations of the header page: checks that tests omit on purpose.
 //!
-//! Each is named at its check in `docs/formats/pool.md`. The protocol's mutations are in `op`.
+//! `docs/formats/pool.md` names each mutation at its check. The protocol's mutations are in `op`.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.
     pub enum Mutation {
-        /// What follows from the number of sections is not compared.
+        /// The fields that follow from the number of sections are not compared.
         TrustOffsets,
     }
 }

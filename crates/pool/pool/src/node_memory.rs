@@ -1,4 +1,4 @@
-//! The node's side: the region is created, opened to hosts, cleared, and released.
+//! The node's side of the pool: creates the region, opens it to hosts, clears and releases memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -18,14 +18,14 @@ const _: () = assert!(ZEROS.len() as u64 == CHUNK_BYTES);
 
 /// The region of a node, laid out as a pool and registered with the fabric.
 ///
-/// Hosts change the metadata at any time. What a method here returns may be out of date at once.
+/// Hosts change the metadata at any time, so each result may be out of date at once.
 #[derive(Clone, Debug)]
 pub struct NodeMemory {
-    /// The offsets of all parts.
+    /// The offsets of all parts of the region.
     pub layout: Layout,
     /// The memory.
     pub memory: Arc<Memory>,
-    /// The address, length and key under which hosts access it.
+    /// The address, length and key under which hosts access the region.
     pub region: Region,
 }
 
@@ -48,7 +48,7 @@ impl NodeMemory {
     /// offline later keeps all of its metadata.
     ///
     /// # Errors
-    /// As for [`Self::create`], and if `data_bytes` is more than `bytes_max`.
+    /// The errors of [`Self::create`], and if `data_bytes` is more than `bytes_max`.
     pub fn create_resizable(
         target: &dyn Target,
         id: NodeId,
@@ -76,12 +76,12 @@ impl NodeMemory {
         Ok(Self { layout, memory, region })
     }
 
-    /// Registers memory that outlived the node's process under the `key` that it had then.
+    /// Registers memory that outlived the node's process, under the `key` that it had then.
     ///
-    /// Nothing in the memory is changed, so hosts keep their extents.
+    /// The memory is not changed, so hosts keep their extents.
     ///
     /// # Errors
-    /// If it is not the memory of that node in this format, or if the target is at a limit.
+    /// If the memory is not of that node and in this format, or if the target is at a limit.
     pub fn reopen(
         target: &dyn Target,
         id: NodeId,
@@ -133,7 +133,7 @@ impl NodeMemory {
     /// The largest group of free spans of a section that all have been used since they were last
     /// cleared.
     ///
-    /// To be allocated by [`crate::op::AllocOp::of_group`], which finds out whether it is still
+    /// To be allocated by [`crate::op::AllocOp::of_group`], which checks that the group is still
     /// free.
     #[must_use]
     pub fn find_uncleared(&self, section: u32) -> Option<AlignedRun> {
@@ -149,8 +149,8 @@ impl NodeMemory {
         (0..=4).rev().find_map(|order| states.find_among(order, used))
     }
 
-    /// A group of 2^`order` free spans of a section. If `in_use`, of a section of which a host has
-    /// another part.
+    /// A group of 2^`order` free spans of a section. With `in_use`, only if a host has another part
+    /// of the section.
     #[must_use]
     pub fn find_free(&self, section: u32, order: u8, in_use: bool) -> Option<AlignedRun> {
         let word = SectionWord(self.section_word(section));
@@ -219,10 +219,10 @@ impl NodeMemory {
     /// All keys must have been revoked and expelled before.
     ///
     /// # Errors
-    /// If the system refuses; then nothing has changed.
+    /// If the system refuses. Then nothing has changed.
     ///
     /// # Panics
-    /// If it is not whole spans of this memory.
+    /// If the extent is not whole spans of this memory.
     pub fn release_pages(&self, extent: &Extent) -> std::io::Result<()> {
         let chunk = self.chunk_of(extent);
         assert!(!extent.class.is_within_span(), "part of a span is not released");
@@ -279,15 +279,15 @@ pub enum NodeMemoryError {
     Size {
         /// Bytes requested.
         bytes: u64,
-        /// Why not.
+        /// The reason.
         cause: FormatError,
     },
-    /// More bytes are to be lent than the region is for.
+    /// More bytes are to be lent than the region has room for.
     #[error("{bytes} bytes cannot be lent: the most is {bytes_max} bytes")]
     AboveMax {
         /// Bytes requested.
         bytes: u64,
-        /// Bytes that the region is for.
+        /// Most bytes that the region has room for.
         bytes_max: u64,
     },
     /// The system did not provide the memory.
@@ -295,7 +295,7 @@ pub enum NodeMemoryError {
     Memory {
         /// Bytes requested, metadata included.
         bytes: u64,
-        /// What the system said.
+        /// The error of the system.
         cause: std::io::Error,
     },
     /// The memory that was kept from the node's previous process is not this node's memory.

@@ -1,7 +1,8 @@
 //! The pool's state machines, which do no I/O.
 //!
 //! [`AllocOp`] allocates an extent, [`AllocManyOp`] and [`StretchOp`] several. [`FreeOp`] frees
-//! extents. [`RecoverOp`] frees what a dead host owned, and [`HoldingsOp`] lists what a host owns.
+//! extents. [`RecoverOp`] frees the holdings of a dead host, and [`HoldingsOp`] lists those of a
+//! host.
 //!
 //! `start` and `step` return the next [`Action`] on the node's memory. The driver executes it and
 //! calls `step` with the [`StepResult`]. `docs/formats/pool.md` describes the steps of the protocol
@@ -34,7 +35,7 @@ use crate::cache::NodeCache;
 use crate::error::Damage;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 
-/// How often one operation may lose a race before it fails with [`OpError::Busy`].
+/// Lost races after which an operation fails with [`OpError::Busy`].
 pub const ATTEMPTS_MAX: u32 = 4096;
 /// Races lost at one span after which a client sets its contended hint and searches elsewhere.
 pub const CONTENDED_AFTER: u32 = 3;
@@ -46,7 +47,7 @@ pub const SURVEY_SECTIONS_MAX: u32 = READ_WORDS_MAX / (2 * SECTION_SPANS);
 /// The next step of an operation.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Step<T> {
-    /// The driver executes this, and calls [`StateMachine::step`] with the result.
+    /// An action that the driver executes. Then it calls [`StateMachine::step`] with the result.
     Post(Action),
     /// The operation has ended.
     Done(Result<T, OpError>),
@@ -60,7 +61,7 @@ pub trait StateMachine {
     /// The first step.
     fn start(&mut self, cache: &mut NodeCache) -> Step<Self::Output>;
 
-    /// The step after `result`, the answer to the action of the step before.
+    /// The next step after `result`, the answer to the last action.
     ///
     /// # Panics
     /// If no action was posted, or the result is of another action.
@@ -70,24 +71,24 @@ pub trait StateMachine {
 /// An extent of a node, by its first chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Grant {
-    /// Its first chunk, counted over the node.
+    /// The first chunk, counted over the node.
     pub chunk: u32,
-    /// Its size.
+    /// The size.
     pub class: SizeClass,
-    /// Its key; 0 if it has none.
+    /// The key; 0 if the extent has none.
     pub key: Key,
 }
 
 /// Why an operation failed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum OpError {
-    /// No free extent of the size.
+    /// There is no free extent of the size.
     Full,
     /// The extent is not allocated.
     NotAllocated,
-    /// The extent belongs to this host.
+    /// The extent belongs to another host, which is the payload.
     NotOurs(Host),
-    /// The operation lost too many races.
+    /// The operation lost [`ATTEMPTS_MAX`] races.
     Busy {
         /// Races lost.
         attempts: u32,
@@ -98,7 +99,7 @@ pub enum OpError {
         at: WordAt,
         /// The word.
         word: u64,
-        /// What is wrong with it.
+        /// The reason why the word is illegal.
         cause: Damage,
     },
 }

@@ -18,7 +18,7 @@ pub(crate) struct SharedState {
     queue: Mutex<VecDeque<Completion>>,
     /// Length of the queue, so that polling an empty queue takes no lock.
     count: AtomicUsize,
-    /// Whether operations were posted while the connection was up, since the pool has asked.
+    /// Whether operations were posted while the connection was up, since the last check.
     has_posted: AtomicBool,
 }
 
@@ -73,12 +73,12 @@ impl SharedEndpoint {
 
 impl Endpoint for SharedEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        // The queue of kept completions is as bounded as the endpoint's: the user must poll first.
+        // The queue of kept completions has the endpoint's bound: the user must poll first.
         if self.state.len() >= self.inner.limits().queue_depth {
             return Err(PostError::QueueFull { accepted: 0 });
         }
         let posted = self.inner.post(batch);
-        // An endpoint that was down may reconnect when something is posted.
+        // An endpoint that was down may reconnect when work is posted.
         if !self.inner.is_away() && !self.inner.is_broken() {
             self.state.has_posted.store(true, Ordering::Relaxed);
         }
@@ -90,13 +90,14 @@ impl Endpoint for SharedEndpoint {
         if kept == max { kept } else { kept + self.inner.poll(out, max - kept) }
     }
 
-    fn wait(&mut self, patience: Duration) {
+    fn wait(&mut self, timeout: Duration) {
         if self.state.len() == 0 {
-            self.inner.wait(patience);
+            self.inner.wait(timeout);
         }
     }
 
     forward_endpoint!(
-        inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, give_up, drain_handle
+        inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, treat_as_away,
+        drain_handle
     );
 }

@@ -22,7 +22,7 @@ impl SizeClass {
     pub const CHUNK: Self = Self(0);
     /// 128 KiB, a span.
     pub const SPAN: Self = Self(5);
-    /// 2 MiB, a section; the largest.
+    /// 2 MiB, a section: the largest class.
     pub const SECTION: Self = Self(9);
     /// The number of classes.
     pub const COUNT: u8 = 10;

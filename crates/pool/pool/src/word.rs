@@ -4,7 +4,7 @@
 //! last change. One CAS changes both, and is the commit point of an operation.
 //!
 //! All functions are pure and total. Words are read from memory that peers write, so any 64 bits
-//! may arrive. [`SectionWord::check`] and [`SpanWord::check`] find illegal ones.
+//! may arrive. [`SectionWord::check`] and [`SpanWord::check`] detect illegal ones.
 
 mod entry;
 mod log;
@@ -18,7 +18,7 @@ pub use run::AlignedRun;
 pub use section::{SectionWord, SpanState};
 pub use span::SpanWord;
 
-/// Why 64 bits cannot be a control word.
+/// The reason why 64 bits cannot be a control word.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum IllegalWord {
     /// The inline log is not one that this version writes.

@@ -1,4 +1,4 @@
-//! The parser of the header page accepts only what this version writes.
+//! Tests of the parser of the header page, which accepts only pages that this version writes.
 
 use aquifer_pool::FormatError;
 use aquifer_pool::layout::{HEADER_BYTES, Layout, SECTIONS_MAX, VERSION};
@@ -9,7 +9,7 @@ fn corpus() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/header")
 }
 
-/// Parses a page. A page that is accepted must be byte for byte what this version writes.
+/// Parses a page. An accepted page must have exactly the bytes that this version writes.
 fn parse(bytes: &[u8]) -> Result<Layout, FormatError> {
     let layout = Layout::decode(bytes)?;
     assert_eq!(bytes[..HEADER_BYTES], layout.encode());
@@ -53,7 +53,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn what_is_written_is_read(node in any::<u16>(), sections in 1..=SECTIONS_MAX) {
+    fn headers_are_parsed_as_written(node in any::<u16>(), sections in 1..=SECTIONS_MAX) {
         let layout = Layout::new(node, sections).unwrap();
         prop_assert_eq!(parse(&layout.encode()), Ok(layout));
     }
@@ -64,7 +64,7 @@ proptest! {
     }
 
     #[test]
-    fn one_changed_byte_is_noticed(
+    fn one_changed_byte_is_detected(
         at in 0..HEADER_BYTES,
         change in 1..=255_u8,
         sections in 1..=SECTIONS_MAX,

@@ -1,5 +1,4 @@
-//! The client of the product under a scheduler that switches threads at every access to the node's
-//! memory.
+//! The pool client under a scheduler that switches threads at every access to the node's memory.
 //!
 //! No chunk has two owners and none is lost, while a host dies, is recovered, or is scanned for
 //! leaks at any moment.
@@ -35,7 +34,7 @@ const LIFE_MAX: u64 = 60;
 const CLASSES: [u8; 3] = [0, 3, 4];
 const DYING: Host = Host(3);
 
-/// A step that is done wrong.
+/// A fault of a step, which the test must detect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum ClientFault {
     None,
@@ -78,7 +77,7 @@ impl std::fmt::Debug for YieldingEndpoint {
 impl SharedNode {
     fn new(fault: ClientFault) -> Self {
         let layout = Layout::new(NODE.0, 1).expect("a layout");
-        let len = usize::try_from(layout.region_bytes()).expect("it is small");
+        let len = usize::try_from(layout.region_bytes()).expect("the number is small");
         let memory = Memory::create("interleavings", len).expect("memory");
         memory.write(0, &layout.encode());
         Self {
@@ -112,12 +111,12 @@ impl SharedNode {
 
     fn at(&self, remote: RemoteAddr) -> usize {
         assert_eq!(remote.key, REGION, "only metadata is accessed here");
-        usize::try_from(remote.addr - BASE).expect("it is inside")
+        usize::try_from(remote.addr - BASE).expect("the address is inside the memory")
     }
 
     /// Changes the owner of an extent's chunks, and asserts the owner before.
     fn change_owner(&self, extent: &Extent, from: u16, to: u16) {
-        let first = self.layout.chunk_of(extent.addr - BASE).expect("it is an extent");
+        let first = self.layout.chunk_of(extent.addr - BASE).expect("the address is an extent's");
         for chunk in first..first + extent.class.chunks() {
             let before = self.owners[chunk as usize].swap(to, SeqCst);
             assert_eq!(before, from, "chunk {chunk} goes from {from} to {to}");
@@ -126,9 +125,9 @@ impl SharedNode {
 
     /// Asserts that the extent's key is in its entry.
     fn assert_opened(&self, extent: &Extent) {
-        let chunk = self.layout.chunk_of(extent.addr - BASE).expect("it is an extent");
+        let chunk = self.layout.chunk_of(extent.addr - BASE).expect("the address is an extent's");
         let at = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
-        let at = usize::try_from(self.layout.word_at(at)).expect("it is inside");
+        let at = usize::try_from(self.layout.word_at(at)).expect("the address is inside the memory");
         let entry = KeyEntry(self.memory.atomic_u64(at).load(SeqCst));
         assert_eq!(entry, KeyEntry::open(extent.key, TENANT), "{extent:?}");
     }
@@ -136,7 +135,7 @@ impl SharedNode {
     fn execute(&self, verb: Verb, locals: &[StdArc<Memory>]) -> u64 {
         thread::yield_now();
         let local = |slice: LocalSlice| {
-            let offset = usize::try_from(slice.offset).expect("it is small");
+            let offset = usize::try_from(slice.offset).expect("the number is small");
             (&locals[slice.key.0 as usize], offset, slice.len as usize / 8)
         };
         match verb {
@@ -249,7 +248,7 @@ impl Ledger for WorkerLedger {
     }
 }
 
-/// Allocates and frees extents, and owns none at the end.
+/// Allocates and frees extents. Owns none at the end.
 fn run_worker(
     scene: &Arc<SharedNode>,
     client: &mut PoolClient,
@@ -301,7 +300,7 @@ fn free(
     Ok(())
 }
 
-/// Allocates all spans but two, so that all clients meet there.
+/// Allocates all spans but two, so that all clients use these two.
 fn fill_all_but_two(scene: &Arc<SharedNode>) -> (PoolClient, Vec<Extent>) {
     let mut client = scene.client(Host(9), &StdArc::default(), u64::MAX);
     let spans = (0..14).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("there is room")).collect();
@@ -325,7 +324,7 @@ fn play(fault: ClientFault) {
         leak_detector.register_ledger(&ledger);
         threads.push(thread::spawn(move || {
             let mut client = scene.client(host, &leak_detector, u64::MAX);
-            run_worker(&scene, &mut client, name, &ledger).expect("it lives");
+            run_worker(&scene, &mut client, name, &ledger).expect("the worker's host lives");
         }));
     }
     let dying = Arc::clone(&scene);
@@ -336,12 +335,12 @@ fn play(fault: ClientFault) {
             thread::yield_now();
             true
         });
-        let freed = outcome.expect("the node lives").expect("it waits for the others");
+        let freed = outcome.expect("the node lives").expect("the scan waits for the others");
         assert_eq!(freed, Recovered::default(), "everything is in a ledger");
     }
-    threads.into_iter().for_each(|thread| thread.join().expect("it does not panic"));
+    threads.into_iter().for_each(|thread| thread.join().expect("no thread panics"));
     for extent in filled {
-        filler.free(extent).expect("it is ours");
+        filler.free(extent).expect("the extent is the filler's");
     }
     filler.refresh(NODE).expect("the node lives");
     assert_eq!(filler.free_bytes(NODE), filler.total_bytes(NODE), "something is lost");
@@ -354,7 +353,7 @@ fn play(fault: ClientFault) {
 fn die_and_be_recovered(scene: &Arc<SharedNode>) {
     let accesses = thread_rng().gen_range(1..LIFE_MAX);
     let mut client = scene.client(DYING, &StdArc::default(), accesses);
-    // It does not report the owners of its chunks, which would not be known at its death.
+    // The client does not record the owners of its chunks, which would be unknown at its death.
     let mut owned = Vec::new();
     while let Ok(extents) = client.allocate_many(NODE, SizeClass::new(1).expect("a class"), 2) {
         owned.extend(extents);
@@ -371,7 +370,7 @@ fn die_and_be_recovered(scene: &Arc<SharedNode>) {
     }
 }
 
-/// A runner with larger stacks, because a client needs more than the default.
+/// A runner with larger stacks: a client needs more than the default.
 fn runner<S: Scheduler + 'static>(scheduler: S) -> Runner<S> {
     let mut config = Config::new();
     config.stack_size = STACK_BYTES;
@@ -385,11 +384,11 @@ fn no_chunk_has_two_owners_and_none_is_lost() {
 }
 
 #[test]
-fn faults_are_noticed() {
+fn faults_are_detected() {
     for fault in [ClientFault::TornCas, ClientFault::Unfenced, ClientFault::RecordedLate] {
         let outcome = std::panic::catch_unwind(|| {
             runner(RandomScheduler::new(10 * SCHEDULES)).run(move || play(fault));
         });
-        assert!(outcome.is_err(), "{fault:?} was not noticed");
+        assert!(outcome.is_err(), "{fault:?} was not detected");
     }
 }

@@ -44,21 +44,21 @@ fn a_leak_scan_frees_an_extent_whose_key_a_late_operation_has_revoked() {
     let fabric = SimFabric::new(1, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let target = fabric.add_node();
     let node_memory = NodeMemory::create(&target, NODE, SECTION_BYTES).expect("memory");
-    let connect = || fabric.connect(target.node(), WHO).expect("it lives");
+    let connect = || fabric.connect(target.node(), WHO).expect("the node lives");
     let mut dead = PoolClient::new(WHO.host, WHO.tenant);
     dead.add_node(NODE, connect()).expect("a good node");
     let [extent, kept] = [(); 2].map(|()| dead.allocate(NODE, SizeClass::CHUNK).expect("room"));
     let record = dead.last_record(kept);
-    // Another allocation in the span gives the word another record.
+    // Another allocation in the span changes the record of the word.
     let other = dead.allocate(NODE, SizeClass::CHUNK).expect("room");
 
     let layout = node_memory.layout;
-    let chunk = layout.chunk_of(extent.addr - node_memory.region.base).expect("it is an extent");
+    let chunk = layout.chunk_of(extent.addr - node_memory.region.base).expect("the address is an extent's");
     let entry = layout.word_at(WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key }));
     let late = LateZero {
         inner: connect(),
         memory: Arc::clone(&node_memory.memory),
-        at: usize::try_from(entry).expect("it is mapped"),
+        at: usize::try_from(entry).expect("the memory is mapped"),
         addr: node_memory.region.base + entry,
         was_read: false,
     };
@@ -66,9 +66,9 @@ fn a_leak_scan_frees_an_extent_whose_key_a_late_operation_has_revoked() {
     let mut next = PoolClient::with_leak_detector(WHO.host, WHO.tenant, Arc::clone(&leak_detector));
     next.add_node(NODE, Box::new(late)).expect("a good node");
     let outcome = next.resume_free(extent, record);
-    assert!(matches!(outcome, Ok(false)), "it was not freed, which is not an error: {outcome:?}");
+    assert!(matches!(outcome, Ok(false)), "the extent was not freed, which is not an error: {outcome:?}");
     assert!(leak_detector.has_suspects());
-    [kept, other].into_iter().for_each(|extent| next.free(extent).expect("it is ours"));
-    assert!(leak_detector.scan(&mut next, NODE, |_| true).expect("it lives").is_some());
+    [kept, other].into_iter().for_each(|extent| next.free(extent).expect("the extent is this host's"));
+    assert!(leak_detector.scan(&mut next, NODE, |_| true).expect("the node lives").is_some());
     assert_eq!(node_memory.free_bytes(), layout.data_bytes());
 }

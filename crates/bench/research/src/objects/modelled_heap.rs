@@ -122,7 +122,7 @@ impl Mover for NoBytes {
     fn copy(&mut self, _: (FrameRun, u32), _: (FrameRun, u32), _: Class, _: Option<u32>) {}
     fn rehome(&mut self, _: (FrameRun, u32), _: Option<u32>) {}
     fn replace(&mut self, _: &Replacement) {}
-    fn name(&mut self, _: BlockAddress, _: [Option<FrameRun>; 2]) {}
+    fn map_address(&mut self, _: BlockAddress, _: [Option<FrameRun>; 2]) {}
     fn free(&mut self, _: FrameRun) {}
     fn clear(&mut self, _: FrameRun) {}
     fn end_merge(&mut self) {}

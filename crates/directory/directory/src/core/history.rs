@@ -21,13 +21,13 @@ pub(super) struct History {
     bytes: usize,
     /// Index of the oldest event that is kept, among all events ever pushed.
     first: u64,
-    /// All events of greater revisions are kept.
+    /// The greatest revision of a dropped event. All events of greater revisions are kept.
     dropped_revision: u64,
     last_revision: u64,
 }
 
 impl History {
-    /// A history that has no event up to `revision`.
+    /// Creates a history without the events up to `revision`.
     pub(super) fn after(revision: u64) -> Self {
         Self { dropped_revision: revision, last_revision: revision, ..Self::default() }
     }

@@ -14,14 +14,14 @@ use crate::core::check;
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{Directory, DirectoryError, Watch};
 
-/// How long a call waits for its answer. A server with a working disk needs milliseconds.
+/// Longest wait of a call for its answer. A server with a working disk needs milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A directory behind a Unix socket.
 ///
 /// Calls use one connection, one after another.
 /// A call whose connection breaks returns [`DirectoryError::Unavailable`].
-/// It is not repeated, because it may have taken effect.
+/// The call is not repeated, because it may have taken effect.
 /// The next call connects again, so a client continues after a restart of the server.
 #[derive(Debug)]
 pub struct DirectoryClient {
@@ -161,7 +161,7 @@ fn open_connection(path: &Path) -> Result<UnixStream, DirectoryError> {
         why: why.to_string(),
     };
     let mut stream = UnixStream::connect(path).map_err(|error| unavailable(path, &error))?;
-    // In a shared folder another user may have created the socket.
+    // In a shared folder, another user may have created the socket.
     socket::check_peer(&stream).map_err(|why| refused(&why))?;
     stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(|error| unavailable(path, &error))?;
     stream.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(|error| unavailable(path, &error))?;

@@ -23,8 +23,8 @@ use crate::{Directory, DirectoryError, Watch};
 pub struct DirectoryServerOptions {
     /// Most connections at a time; further ones are refused. Each watch has its own connection.
     pub connections_max: usize,
-    /// How long the server waits for the next bytes of an incomplete frame, and for a client to
-    /// read an answer.
+    /// Time for which the server waits for the next bytes of an incomplete frame, and for a client
+    /// to read an answer.
     pub stall_timeout: Duration,
 }
 
@@ -91,8 +91,8 @@ impl DirectoryServer {
         Ok(!self.shared.connections.lock().open.is_empty() || self.directory.engine.has_leases()?)
     }
 
-    /// Does not delete the socket's file at the end: it is deleted already, and another server may
-    /// listen at that path.
+    /// Keeps the socket's file at the end: it is deleted already, and another server may listen at
+    /// that path.
     pub fn leave_socket_file(&mut self) {
         self.socket = None;
     }
@@ -156,7 +156,7 @@ fn start_connection(shared: &Arc<ServerShared>, directory: EmbeddedDirectory, mu
     if connections.is_stopping || connections.open.len() >= connections_max {
         drop(connections);
         let why =
-            format!("it has {connections_max} connections, which is its limit; retry when some have ended");
+            format!("it has reached its limit of {connections_max} connections; retry when some have ended");
         let _gone = frame::write(&mut stream, &wire::hello(Some(&why)));
         return;
     }
@@ -167,7 +167,7 @@ fn start_connection(shared: &Arc<ServerShared>, directory: EmbeddedDirectory, mu
 
     let for_thread = Arc::clone(shared);
     let spawned = std::thread::Builder::new().name("directory-client".to_owned()).spawn(move || {
-        // The client notices the end of the connection.
+        // The client detects the end of the connection.
         let _ended = serve_connection(&directory, stream);
         // Must precede the removal: a stopped server has closed its file.
         drop(directory);

@@ -42,9 +42,9 @@ pub(super) fn check_peer(stream: &UnixStream) -> Result<(), PeerError> {
     if peer == own { Ok(()) } else { Err(PeerError::OtherUser { peer, own }) }
 }
 
-/// Waits until a descriptor is readable or closed, and returns for each whether it is.
+/// Waits until a descriptor is readable or closed. Returns for each whether it is.
 ///
-/// After `timeout` none is.
+/// After `timeout` all results are false.
 pub(super) fn wait_readable<const N: usize>(
     descriptors: [BorrowedFd<'_>; N],
     timeout: Option<Duration>,

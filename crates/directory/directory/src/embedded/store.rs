@@ -1,4 +1,4 @@
-//! The redb file. `docs/formats/directory.md` describes its tables.
+//! The redb file of a directory. Its tables are described in `docs/formats/directory.md`.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
@@ -19,18 +19,18 @@ use crate::model::LeaseId;
 pub const FORMAT: u64 = 1;
 
 const HEAD: TableDefinition<'_, &str, u64> = TableDefinition::new("aquifer-directory");
-/// From key to version, lease (0 for none) and value.
+/// The table from key to version, lease (0 for none) and value.
 const ENTRIES: TableDefinition<'_, &str, (u64, u64, &[u8])> = TableDefinition::new("entries");
-/// From lease to its time to live in milliseconds.
+/// The table from lease to its time to live in milliseconds.
 const LEASES: TableDefinition<'_, u64, u64> = TableDefinition::new("leases");
 
-/// Cache of redb. It is small because the core holds the whole directory in memory.
+/// Bytes of redb's cache, which is small because the core holds the whole directory in memory.
 const CACHE_BYTES: usize = 8 << 20;
 
 /// A redb file that holds a directory.
 #[derive(Debug)]
 pub(super) struct RedbStore {
-    /// `None` if it could not be opened again after an error.
+    /// The open file; `None` if it could not be opened again after an error.
     database: Option<Database>,
     path: PathBuf,
     /// Bytes of the file that have space on the disk.
@@ -38,7 +38,7 @@ pub(super) struct RedbStore {
 }
 
 impl RedbStore {
-    /// Opens or creates the file, checks all of it, and makes the core from it.
+    /// Opens or creates the file, checks all of it, and restores the core from it.
     pub(super) fn open(path: &Path, now_ms: u64) -> Result<(Self, Core), DirectoryError> {
         let file =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
@@ -81,12 +81,12 @@ impl RedbStore {
         });
         match reserved {
             Ok(length) => self.reserved = length,
-            // Not every file system can.
-            Err(error) => tracing::debug!(%error, "no space is reserved for the directory"),
+            // Not every file system can reserve space.
+            Err(error) => tracing::debug!(%error, "cannot reserve disk space for the directory's file"),
         }
     }
 
-    /// Opens the file again, and writes the whole state. redb does not go on after an error.
+    /// Opens the file again, and writes the whole state. redb refuses further work after an error.
     fn rewrite(&mut self, core: &Core) -> Result<(), redb::Error> {
         self.database = None;
         let file = OpenOptions::new().read(true).write(true).open(&self.path)?;

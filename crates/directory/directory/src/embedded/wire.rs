@@ -1,4 +1,4 @@
-//! The messages in frames. `docs/formats/directory.md` describes their bytes.
+//! The messages in frames. Their format is in `docs/formats/directory.md`.
 //!
 //! The parsers read untrusted bytes.
 //! They return `None` for bytes that are not exactly one message, and reserve memory only for
@@ -21,19 +21,19 @@ pub const VERSION: u32 = 1;
 /// A request of a client.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DirectoryRequest {
-    /// [`crate::Directory::get`].
+    /// Calls [`crate::Directory::get`].
     Get(String),
-    /// [`crate::Directory::list`].
+    /// Calls [`crate::Directory::list`].
     List(String),
-    /// [`crate::Directory::transaction`].
+    /// Calls [`crate::Directory::transaction`].
     Transaction(Transaction),
-    /// [`crate::Directory::lease_grant`].
+    /// Calls [`crate::Directory::lease_grant`].
     Grant(Duration),
-    /// [`crate::Directory::lease_keep_alive`].
+    /// Calls [`crate::Directory::lease_keep_alive`].
     KeepAlive(LeaseId),
-    /// [`crate::Directory::lease_revoke`].
+    /// Calls [`crate::Directory::lease_revoke`].
     Revoke(LeaseId),
-    /// [`crate::Directory::watch`]; from then on the connection carries events only.
+    /// Calls [`crate::Directory::watch`]. From then on the connection carries events only.
     Watch {
         /// The prefix.
         prefix: String,
@@ -61,7 +61,7 @@ pub enum DirectoryResponse {
     Error(DirectoryError),
 }
 
-/// A hello. A server adds why it refuses the client, or an empty text if it does not.
+/// Encodes a hello. A server adds the reason to refuse the client, or an empty text.
 #[must_use]
 pub fn hello(refusal: Option<&str>) -> Vec<u8> {
     let mut out = MessageWriter::default();
@@ -102,7 +102,7 @@ pub enum DirectoryHelloError {
 /// Checks the hello of a client.
 ///
 /// # Errors
-/// Why the client is refused.
+/// The reason why the client is refused.
 pub fn check_client_hello(bytes: &[u8]) -> Result<(), DirectoryHelloError> {
     let mut reader = MessageReader(bytes);
     if reader.raw(MAGIC.len()) != Some(&MAGIC) {
@@ -118,7 +118,7 @@ pub fn check_client_hello(bytes: &[u8]) -> Result<(), DirectoryHelloError> {
 /// Checks the hello of a server.
 ///
 /// # Errors
-/// Why there is no connection.
+/// The reason why there is no connection.
 pub fn check_server_hello(bytes: &[u8]) -> Result<(), DirectoryHelloError> {
     let mut reader = MessageReader(bytes);
     if reader.raw(MAGIC.len()) != Some(&MAGIC) {

@@ -13,21 +13,22 @@ use crate::{Directory, DirectoryError};
 
 /// The hosts that were recovered, at `hosts/recovered`.
 ///
-/// A node that starts later has never seen their epochs. It fences them before it has a record, so
-/// that a process of a recovered host that goes on late cannot allocate there.
+/// A node that starts later has never seen their epochs. The node fences them before it has a
+/// record, so that a process of a recovered host that resumes late cannot allocate there.
 #[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct RecoveredHosts {
-    /// By the host's number: the epoch of its last recovery. All smaller epochs have ended.
+    /// The epoch of the last recovery of each host, by the host's number. All smaller epochs have
+    /// ended.
     pub epochs: BTreeMap<u16, u64>,
 }
 
-/// Hosts that may own memory and whose leases have ended, but for those whose records are not
-/// valid: these stay, and their numbers are not used again.
+/// Hosts that may own memory and whose leases have ended. Hosts with invalid records are omitted:
+/// their records stay, and their numbers are not reused.
 ///
 /// # Errors
 /// An error of the directory.
 pub fn dead_hosts(directory: &dyn Directory) -> Result<Vec<DeadHost>, DirectoryError> {
-    // Holders first: a host that registers between the two reads is then seen as alive.
+    // Holders are read first, so that a host that registers between the two reads counts as alive.
     let holders = directory.list(HOLDERS)?;
     let alive: Vec<u16> =
         directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of_agent_key(&entry.key)).collect();
@@ -38,9 +39,9 @@ pub fn dead_hosts(directory: &dyn Directory) -> Result<Vec<DeadHost>, DirectoryE
     Ok(hosts.filter(|dead| !alive.contains(&dead.record.host)).collect())
 }
 
-/// Claims a dead host's number under a new lease, to free what the host owned.
+/// Claims a dead host's number under a new lease, to free the host's memory.
 ///
-/// Nodes that learn of the new epoch refuse operations of the dead host that are still in flight.
+/// Nodes that receive the new epoch refuse operations of the dead host that are still in flight.
 /// No other process can claim the number while the lease lasts.
 ///
 /// # Errors
@@ -68,7 +69,7 @@ pub fn claim_dead_host(
 /// Records that a dead host owns memory in `remaining_lives` only, and ends the claim.
 ///
 /// If no lives remain, the number is free for another host.
-/// `record` is what [`claim_dead_host`] returned.
+/// `record` is the result of [`claim_dead_host`].
 ///
 /// # Errors
 /// [`DirectoryError::Taken`] if the claim has ended; an error of the directory.

@@ -14,7 +14,7 @@ use aquifer_directory_etcd::{self as etcd, TlsFiles};
 
 /// A directory under test.
 pub trait DirectoryHarness {
-    /// The access of one more user.
+    /// Creates the access of one more user.
     fn directory(&self) -> Arc<dyn Directory>;
     /// Advances the directory's clock.
     fn advance(&self, by: Duration);

@@ -1,4 +1,4 @@
-//! Host and node numbers, in every implementation.
+//! Tests of host and node numbers, for every implementation.
 
 use aquifer_directory::{DirectoryError, names};
 
@@ -99,7 +99,7 @@ pub fn a_host_that_resumes_in_time_keeps_its_number(harness: &dyn DirectoryHarne
     let third = names::resume_host(&*directory, third_lease, &record, 0).unwrap();
     assert!(third.epoch > again.epoch);
     assert_eq!(names::dead_hosts(&*directory).unwrap(), []);
-    // It dies again, with the same record. Who has seen its first death must wait anew.
+    // It dies again, with the same record. A recovery that saw its first death must wait again.
     directory.lease_revoke(third_lease.id).unwrap();
     let again = names::dead_hosts(&*directory).unwrap().remove(0);
     assert_eq!(again.record, death.record);
@@ -108,7 +108,7 @@ pub fn a_host_that_resumes_in_time_keeps_its_number(harness: &dyn DirectoryHarne
     names::claim_dead_host(&*directory, lease(), &again, "successor").unwrap();
 }
 
-pub fn an_invalid_record_of_a_host_keeps_no_other_from_being_recovered(harness: &dyn DirectoryHarness) {
+pub fn an_invalid_record_of_a_host_does_not_block_other_recoveries(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     let record = names::claim_host(&*directory, lease, "socket", 0).unwrap();

@@ -1,4 +1,4 @@
-//! Entries, transactions, leases, watches and limits, in every implementation.
+//! Tests of entries, transactions, leases, watches and limits, for every implementation.
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
@@ -11,12 +11,12 @@ use aquifer_directory::{
 use super::harness::DirectoryHarness;
 pub use super::numbers::*;
 
-/// A timeout that only a failing test reaches.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout of each wait, which only a failing test reaches.
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const TTL: Duration = Duration::from_secs(10);
 
 fn event(watch: &mut dyn Watch) -> WatchEvent {
-    watch.next(PATIENCE).unwrap().expect("an event is due")
+    watch.next(TEST_TIMEOUT).unwrap().expect("an event is due")
 }
 
 fn limit<T: std::fmt::Debug>(result: Result<T, DirectoryError>) -> LimitKind {
@@ -296,7 +296,7 @@ pub fn a_listing_and_a_watch_leave_no_gap(harness: &dyn DirectoryHarness) {
         let mut watch = reader.watch("n/", listing.revision + 1).unwrap();
         while last < CHANGES {
             let Some(WatchEvent { kind: WatchEventKind::Put { value, .. }, .. }) =
-                watch.next(PATIENCE).unwrap()
+                watch.next(TEST_TIMEOUT).unwrap()
             else {
                 // A simulated watch does not wait.
                 std::thread::yield_now();
@@ -356,12 +356,12 @@ pub fn a_watch_that_is_too_old_is_refused(harness: &dyn DirectoryHarness) {
         panic!("the revision is compacted");
     };
     assert_eq!(asked, first);
-    assert_eq!(directory.watch("", oldest).unwrap().next(PATIENCE).unwrap().unwrap().revision, oldest);
+    assert_eq!(directory.watch("", oldest).unwrap().next(TEST_TIMEOUT).unwrap().unwrap().revision, oldest);
 
     // The first watch reports all changes in order, or fails: it never has a gap.
     let mut last = first;
     loop {
-        match slow.next(PATIENCE) {
+        match slow.next(TEST_TIMEOUT) {
             Ok(Some(event)) => {
                 assert!(event.revision == last || event.revision == last + 1, "{last} → {}", event.revision);
                 last = event.revision;

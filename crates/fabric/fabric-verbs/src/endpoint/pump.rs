@@ -12,7 +12,7 @@ enum NextStep {
     Give(WorkKind),
     /// The outcome is known without the device.
     Known(Result<u64, WorkError>),
-    /// Send it as a message.
+    /// Send the work as a message.
     Send(Vec<u8>),
     Wait,
 }
@@ -54,7 +54,7 @@ impl VerbsEndpoint {
             // dropped before either, and its work in flight with it.
             let given = unsafe { link.post(requests) };
             if let Err(error) = given {
-                tracing::warn!(address = %self.address, %error, "the device accepts no work; disconnecting");
+                tracing::warn!(address = %self.address, %error, "cannot post to the device; disconnecting");
                 self.disconnect(None);
             }
         }
@@ -111,7 +111,7 @@ impl VerbsEndpoint {
         Ok(NextStep::Give(kind_of(&work.verb, local, RemotePlace { addr: remote.addr, key })))
     }
 
-    /// The device's key; `None` while the target is asked for it.
+    /// The device's key; `None` while the target has not answered the request for it.
     fn device_key(
         &mut self,
         remote: RemoteAddr,

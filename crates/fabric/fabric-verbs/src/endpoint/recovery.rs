@@ -1,9 +1,9 @@
 //! Handles the end of a connection.
 //!
-//! After a refusal neither device does anything more, so later work is posted again over another
+//! After a refusal neither device executes further work, so later work is posted again over another
 //! connection. The refused work is posted again, too, if the target still opens the key for it.
-//! After any other end it is unknown what was done, and the endpoint breaks. The cause comes from
-//! the target, if it answers.
+//! After any other end the outcome of work in flight is unknown, and the endpoint breaks. The
+//! target reports the cause, if it answers.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,18 +18,17 @@ use aquifer_fabric::handshake::{Credential, HANDSHAKE_TIMEOUT};
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::{EndpointError, Verb, WorkError};
 
-/// How many times in a row work is repeated that the device refuses although the target opens its
-/// key.
+/// Most consecutive repetitions of work that the device refuses although the target opens its key.
 const REFUSALS_MAX: u32 = 16;
 
-/// A target that changes the pages of many addresses does not answer for up to this time.
-const REMAP_TIME: Duration = Duration::from_secs(60);
+/// Longest time for which a target that changes the pages of many addresses does not answer.
+const REMAP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The result of reconnecting.
 #[derive(Debug)]
 pub(super) struct ReconnectAttempt {
     found: Result<(VerbsLink, Welcome), EndpointError>,
-    /// Whether the session resumes. Otherwise only the cause is wanted.
+    /// Whether the session resumes. Otherwise only the cause of the end is requested.
     resumes: bool,
 }
 
@@ -45,7 +44,7 @@ impl VerbsEndpoint {
                 self.queue.complete(number, Err(WorkError::RemoteAccess));
             }
         }
-        // Work in flight ends with the link. After this the device accesses none of our memory.
+        // Work in flight ends with the link. Then the device accesses no memory of this process.
         drop(self.link.take());
         self.is_armed = false;
         if self.state != EndpointState::Open || self.reconnecting.is_some() {
@@ -56,7 +55,7 @@ impl VerbsEndpoint {
             Resume { session: self.session, answered: 0, received: self.received, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let resumes = refused.is_some();
-        let deadline = Instant::now() + if resumes { REMAP_TIME } else { HANDSHAKE_TIMEOUT };
+        let deadline = Instant::now() + if resumes { REMAP_TIMEOUT } else { HANDSHAKE_TIMEOUT };
         let started = BackgroundTask::start("fabric-reconn", move |is_awaited| ReconnectAttempt {
             found: open_session_until(address, &credential, &hello, deadline, is_awaited),
             resumes,
@@ -75,7 +74,7 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Whether to ask the target again for the key of refused work. A target closes windows while
+    /// Whether to request the key of refused work again. A target closes windows while
     /// it changes pages, and opens the key again afterwards. Refused work was not done.
     fn should_repeat(&mut self, number: u64) -> bool {
         let (last, times) = self.refused;
@@ -112,7 +111,7 @@ impl VerbsEndpoint {
         // delivering them again.
         self.unsent.clear();
         self.queue.repost_all();
-        // Some may have been taken while there was no connection.
+        // Messages may have been taken while there was no connection.
         self.send(InitiatorMessage::Taken(self.taken));
     }
 

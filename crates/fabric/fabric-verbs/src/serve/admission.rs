@@ -99,7 +99,7 @@ impl VerbsServer {
         let matches = |peer: &VerbsPeer| peer.id == resume.session && peer.who == who;
         let open = self.sessions.iter().find(|(_, session)| session.peer().is_some_and(|peer| matches(peer)));
         if let Some(connection_id) = open.map(|(connection_id, _)| *connection_id) {
-            // The old connection is not known to be broken yet.
+            // The target has not yet detected that the old connection is broken.
             self.close(connection_id);
         }
         let at = self.parked.iter().position(|(peer, _)| matches(peer));

@@ -1,5 +1,5 @@
-//! Closes windows of initiators, when pages change under a device that does not notice, or when
-//! keys are revoked. All binds in flight must end before the caller may rely on it.
+//! Closes windows of initiators when keys are revoked, or when pages change under a device without
+//! on-demand paging. The windows are closed only when all binds in flight have ended.
 
 use std::io;
 use std::ops::Range;
@@ -10,12 +10,12 @@ use crate::remap::{LentRegion, RemapRequest};
 use crate::session::VerbsSession;
 use crate::target::VerbsShared;
 
-/// The time within which a device must end a bind.
-const BINDS_TIME: Duration = Duration::from_secs(5);
+/// Longest time of a bind at the device.
+const BIND_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl VerbsServer {
     /// Closes all windows of a region, changes its pages, and permits binds again. An initiator
-    /// whose access is refused meanwhile asks for the key again and repeats the access.
+    /// whose access is refused meanwhile requests the key again and repeats the access.
     pub(super) fn remap(&mut self, shared: &VerbsShared, order: &RemapRequest) -> io::Result<()> {
         self.is_paused = true;
         self.close_windows(shared, order.region);
@@ -41,7 +41,7 @@ impl VerbsServer {
     }
 
     fn await_binds(&mut self, shared: &VerbsShared, is_binding: impl Fn(&VerbsSession) -> bool) {
-        let deadline = Instant::now() + BINDS_TIME;
+        let deadline = Instant::now() + BIND_TIMEOUT;
         loop {
             let binding = self.sessions.iter().filter(|(_, session)| is_binding(session));
             let connection_ids: Vec<usize> = binding.map(|(connection_id, _)| *connection_id).collect();
@@ -49,7 +49,7 @@ impl VerbsServer {
                 return;
             }
             if Instant::now() >= deadline {
-                tracing::warn!("the device does not complete binds; closing their connections");
+                tracing::warn!("the device did not complete binds in time; closing their connections");
                 connection_ids.into_iter().for_each(|connection_id| self.close(connection_id));
                 return;
             }

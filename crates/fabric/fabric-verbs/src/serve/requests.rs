@@ -82,7 +82,7 @@ impl VerbsServer {
                 },
             };
             if let Err(error) = given {
-                tracing::warn!(%error, "the device accepts no more requests; closing the connection");
+                tracing::warn!(%error, "cannot post a request to the device; closing the connection");
                 return self.close(connection_id);
             }
         }
@@ -114,7 +114,7 @@ impl VerbsServer {
             session.queue_answer(&TargetMessage::Opened(wanted, None));
             return Ok(());
         }
-        let window = if session.windows_taken() < self.windows_each {
+        let window = if session.windows_in_use() < self.windows_each {
             let made = Window::new(self.device);
             made.inspect_err(|error| tracing::warn!(%error, "cannot allocate a window")).ok()
         } else {
@@ -138,7 +138,7 @@ impl VerbsServer {
         self.post(connection_id, 0, InFlightRequest::Bind(binding), WorkKind::Bind(opening))
     }
 
-    /// Posts a request to the device. It is recorded until it has ended.
+    /// Posts a request to the device, and records it until it has ended.
     fn post(
         &mut self,
         connection_id: usize,

@@ -17,7 +17,7 @@ pub(crate) enum WorkOutcome {
     Done,
     /// The peer's device refused: the key does not open the range.
     RemoteAccess,
-    /// Not done, because earlier work failed.
+    /// The work was not done, because earlier work failed.
     Flushed,
     /// The peer did not answer.
     Unanswered,
@@ -49,7 +49,7 @@ unsafe impl Send for CompletionQueue {}
 unsafe impl Sync for CompletionQueue {}
 
 impl CompletionQueue {
-    /// A queue with room for `depth` completions.
+    /// Creates a queue with room for `depth` completions.
     ///
     /// # Errors
     /// The error of the device.
@@ -75,7 +75,7 @@ impl CompletionQueue {
         self.queue
     }
 
-    /// A descriptor that is readable once a completion comes after [`Self::arm`].
+    /// A descriptor that is readable once a completion arrives after [`Self::arm`].
     pub fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the channel and its descriptor live as long as `self`.
         unsafe {
@@ -114,7 +114,7 @@ impl CompletionQueue {
         while taken < max {
             let room = POLL_MAX.min(max - taken);
             let wanted = i32::try_from(room).expect("a small number");
-            // SAFETY: the queue lives, and `found` has room for so many.
+            // SAFETY: the queue lives, and `found` has room for `wanted` completions.
             let count = unsafe { sys::ibv_poll_cq(self.queue, wanted, found.as_mut_ptr()) };
             let count = usize::try_from(count).unwrap_or(0);
             out.extend(found[..count].iter().map(ended));

@@ -16,8 +16,8 @@ use super::receives::SharedReceives;
 /// The private data that both ends send in librdmacm's messages. It detects another protocol on the
 /// same port.
 pub(crate) const MAGIC: [u8; 8] = *b"AQFVRB\x01\0";
-/// Retries before a peer counts as gone. For receives that are not ready, 7 means without limit;
-/// lack of room is reported in messages.
+/// Retries before a peer counts as gone. For receives that are not ready, 7 means no limit: lack of
+/// room is reported in messages.
 const RETRIES: u8 = 7;
 
 /// The kind of a librdmacm event.
@@ -39,7 +39,7 @@ pub(crate) struct CmEvent {
     pub kind: CmEventKind,
     /// The connection: its [`CmConnection::id`].
     pub of: usize,
-    /// The connection that asks to be accepted, and whether it speaks this protocol.
+    /// The connection to be accepted, and whether the initiator speaks this protocol.
     pub request: Option<(CmConnection, bool)>,
 }
 
@@ -153,7 +153,7 @@ fn with_address(address: SocketAddr, call: impl FnOnce(*mut libc::sockaddr) -> i
 }
 
 impl CmConnection {
-    /// An end that is not connected yet.
+    /// Creates an end that is not connected yet.
     ///
     /// # Errors
     /// The error of the system; `ENODEV` if there is no device.
@@ -209,7 +209,7 @@ impl CmConnection {
     /// The device of this connection.
     ///
     /// # Errors
-    /// If there is none yet, as for a listener on all addresses; or if the device cannot be
+    /// If there is no device yet, as for a listener on all addresses; or if the device cannot be
     /// queried.
     pub fn device(&self) -> io::Result<&'static Device> {
         // SAFETY: the id lives; librdmacm closes no context before the process ends.
@@ -219,8 +219,8 @@ impl CmConnection {
         }
     }
 
-    /// Creates the queue pair. It opens no memory to the peer. Receives are its own, or come from a
-    /// shared queue.
+    /// Creates the queue pair, which opens no memory to the peer. It has receives of its own, or
+    /// uses a shared queue.
     ///
     /// # Errors
     /// The error of the device.
@@ -259,7 +259,7 @@ impl CmConnection {
         Ok(pair)
     }
 
-    /// Asks the listener to accept. [`CmEventKind::Established`] follows.
+    /// Requests a connection. [`CmEventKind::Established`] follows.
     ///
     /// # Errors
     /// The error of the system.
@@ -279,7 +279,7 @@ impl CmConnection {
         ok(unsafe { sys::rdma_accept(self.id, &raw mut granted) })
     }
 
-    /// Disconnects. Both ends get an event. Does nothing if the connection is over.
+    /// Disconnects. Both ends receive an event. Does nothing if the connection is over.
     pub fn disconnect(&self) {
         // SAFETY: the id lives.
         let _over = unsafe { sys::rdma_disconnect(self.id) };

@@ -10,7 +10,7 @@ use rdma_mummy_sys as sys;
 /// The capabilities that a device reports.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DeviceCaps {
-    /// Its name, such as `mlx5_0` or `rxe0`.
+    /// The device's name, such as `mlx5_0` or `rxe0`.
     pub name: String,
     /// Number of queue pairs.
     pub pairs: usize,
@@ -74,7 +74,7 @@ impl Device {
     /// The context must be open and stay open: librdmacm closes none before the process ends.
     ///
     /// # Errors
-    /// If the device cannot be queried, or gives no protection domain.
+    /// If the device cannot be queried, or has no protection domain left.
     pub unsafe fn of(context: *mut sys::ibv_context) -> io::Result<&'static Self> {
         let mut in_use = IN_USE.lock();
         if let Some(device) = in_use.iter().find(|device| device.context == context) {
@@ -96,7 +96,7 @@ impl Device {
 /// The capabilities of this machine's devices.
 ///
 /// # Errors
-/// A sentence that says why there are none: no library, no modules, or no device.
+/// The reason why there are no devices: no library, no modules, or no device.
 pub fn devices() -> Result<Vec<DeviceCaps>, String> {
     let mut count = 0;
     // SAFETY: `count` outlives the call.

@@ -72,15 +72,15 @@ pub(crate) struct WorkRequest {
     pub kind: WorkKind,
     /// Whether success produces a completion. Failure always does.
     pub signalled: bool,
-    /// Whether it starts only after all READs and atomics that were posted earlier.
+    /// Whether the work starts only after all READs and atomics that were posted earlier.
     pub fenced: bool,
 }
 
-/// A queue pair. Its connection owns it, and it must not be used after that is dropped.
+/// A queue pair. Must not be used after its connection, which owns it, is dropped.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueuePair {
     pair: *mut sys::ibv_qp,
-    /// WRITEs and messages up to this length are copied into the work request.
+    /// Greatest length of WRITEs and messages that are copied into the work request.
     inline_bytes: u32,
 }
 
@@ -106,8 +106,8 @@ impl QueuePair {
     /// Posts work to the device, with one doorbell for each 16 requests.
     ///
     /// # Errors
-    /// If the device accepts no more. It is unknown how much it accepted, so the queue pair is then
-    /// unusable.
+    /// If the device does not accept all work. The number of accepted requests is unknown, so the
+    /// queue pair is then unusable.
     ///
     /// # Safety
     /// Ranges and windows that the requests name must stay registered, and memory that is read must
@@ -206,7 +206,7 @@ impl QueuePair {
     /// Offers a slot for the next message of the peer.
     ///
     /// # Errors
-    /// If the device accepts no more.
+    /// If the device does not accept the slot.
     ///
     /// # Safety
     /// The range must stay registered and unused until a message has arrived in it or the pair is
@@ -221,7 +221,7 @@ impl QueuePair {
         if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error.abs())) }
     }
 
-    /// Stops the queue pair: nothing more is done for the peer, and posted work is flushed.
+    /// Stops the queue pair: the device serves the peer no more, and flushes posted work.
     pub fn stop(self) {
         // SAFETY: plain numbers, for which zero is a value.
         let mut state: sys::ibv_qp_attr = unsafe { std::mem::zeroed() };

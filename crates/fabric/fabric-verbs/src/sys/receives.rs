@@ -18,7 +18,7 @@ unsafe impl Send for SharedReceives {}
 unsafe impl Sync for SharedReceives {}
 
 impl SharedReceives {
-    /// A queue with room for `depth` slots.
+    /// Creates a queue with room for `depth` slots.
     ///
     /// # Errors
     /// The error of the device.

@@ -12,12 +12,12 @@ use aquifer_fabric::{AliasMapping, Memory};
 /// The permitted use, besides reading for this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum RegistrationUse {
-    /// Local work: the source of WRITEs, the destination of READs.
+    /// Memory of local work: the source of WRITEs, the destination of READs.
     Local,
-    /// Windows may be bound to it. Peers cannot access it otherwise.
+    /// Memory to which windows may be bound. Peers cannot access it otherwise.
     Windows,
-    /// Windows may be bound to it, and the device fetches pages when they are touched, so the pages
-    /// may change.
+    /// Memory to which windows may be bound. The device fetches pages when they are touched, so the
+    /// pages may change.
     WindowsOnDemand,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct Registration {
     region: *mut sys::ibv_mr,
     memory: Arc<Memory>,
     /// The registered mapping, if that is not the memory's own.
-    #[expect(dead_code, reason = "it is mapped for as long as it is kept")]
+    #[expect(dead_code, reason = "the field keeps the mapping")]
     view: Option<Arc<AliasMapping>>,
 }
 
@@ -53,8 +53,8 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Registers a range of a memory. Peers and posted work name it by addresses from `base`. Its
-    /// pages are pinned, so they take memory from now on.
+    /// Registers a range of a memory. Peers and posted work use addresses from `base`. The pages
+    /// are pinned.
     ///
     /// # Errors
     /// The error of the device. `ENOMEM` mostly means that the limit of locked memory (`ulimit -l`)
@@ -82,7 +82,7 @@ impl Registration {
         Ok(Self { device, region, memory, view: None })
     }
 
-    /// Registers a whole alias mapping. Peers name it by addresses from `base`.
+    /// Registers a whole alias mapping. Peers use addresses from `base`.
     ///
     /// # Errors
     /// The errors of [`Self::new`].
@@ -103,8 +103,7 @@ impl Registration {
         Ok(Self { device, region, memory: Arc::clone(view.memory()), view: Some(view) })
     }
 
-    /// Makes the device fetch pages that peers will touch soon: `len` bytes from `addr`, as peers
-    /// name them.
+    /// Prefetches pages of the device: `len` bytes from `addr`, an address of the peers.
     ///
     /// # Errors
     /// The error of the device; `EOPNOTSUPP` without support.

@@ -17,7 +17,7 @@ unsafe impl Send for Window {}
 unsafe impl Sync for Window {}
 
 impl Window {
-    /// A window that is not bound.
+    /// Creates a window that is not bound.
     ///
     /// # Errors
     /// The error of the device.
@@ -31,8 +31,8 @@ impl Window {
         self.0
     }
 
-    /// A key for the next bind. Its low byte is free to choose, and differs from that of the last
-    /// bind.
+    /// A key for the next bind. The low byte, which is free to choose, differs from that of the
+    /// last bind.
     pub fn fresh_key(&self) -> u32 {
         // SAFETY: the window lives; the key is a number.
         unsafe { sys::ibv_inc_rkey((*self.0).rkey) }

@@ -60,7 +60,7 @@ pub(crate) fn reason_bytes(reason: &str) -> &[u8] {
     &reason.as_bytes()[..reason.floor_char_boundary(REASON_BYTES_MAX)]
 }
 
-/// Parses the reason of a refusal and escapes what cannot be printed.
+/// Parses the reason of a refusal, and escapes bytes that cannot be printed.
 pub(crate) fn parse_reason(bytes: &[u8]) -> String {
     let bytes = &bytes[..bytes.len().min(REASON_BYTES_MAX)];
     String::from_utf8_lossy(bytes).escape_debug().to_string()

@@ -117,7 +117,8 @@ const FIRST_FLIGHT: &str = concat!(
 
 #[test]
 fn golden_first_flights() {
-    let digits = |at: usize| u8::from_str_radix(&FIRST_FLIGHT[at..at + 2], 16).expect("it is hexadecimal");
+    let digits =
+        |at: usize| u8::from_str_radix(&FIRST_FLIGHT[at..at + 2], 16).expect("the flight is hexadecimal");
     let flight: Vec<u8> = (0..FIRST_FLIGHT.len()).step_by(2).map(digits).collect();
     let mut target = Recorded::new(flight.clone());
     respond(&mut target, &KEY).expect("the recorded initiator has the key");
@@ -145,9 +146,9 @@ fn golden_sealed_record() {
     let (left, right) = UnixStream::pair().expect("there are descriptors");
     let target = std::thread::spawn(move || respond(right, &KEY).expect("the initiator has the key"));
     let mut initiator = initiate(left, &KEY).expect("the target has the key");
-    let mut target = target.join().expect("it ended well");
+    let mut target = target.join().expect("the thread does not panic");
     initiator.send(b"hello").expect("the target is there");
-    assert_eq!(target.receive().expect("it was sent"), b"hello");
+    assert_eq!(target.receive().expect("the message was sent"), b"hello");
     let mut record = Vec::new();
     initiator.into_parts().1.encrypt(b"1234567", &mut record);
     assert_eq!(record[..2], 23_u16.to_le_bytes(), "7 bytes and a tag of 16");

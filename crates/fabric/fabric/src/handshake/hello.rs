@@ -1,5 +1,5 @@
-//! The messages that follow the Noise handshake: the identity of the initiator, and what the target
-//! grants. They are parsed as hostile, because a host of the cluster can be compromised.
+//! The messages that follow the Noise handshake: the identity of the initiator, and the target's
+//! grant. They are parsed as hostile, because a host of the cluster can be compromised.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -18,10 +18,10 @@ const KIND_REFUSAL: u16 = 3;
 /// The identifier of a session. A host that presents it can resume the session.
 pub type SessionId = [u8; 16];
 
-/// A random identifier.
+/// Creates a random identifier of a session.
 ///
 /// # Errors
-/// If the system gives no random bytes.
+/// If the system returns no random bytes.
 pub fn new_session_id() -> Result<SessionId, RefusalReason> {
     let mut id: SessionId = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
@@ -57,7 +57,7 @@ pub struct Resume {
     pub answered: u64,
     /// Number of messages that have arrived.
     pub received: u64,
-    /// Number of those messages that were taken.
+    /// Number of those messages that the initiator's user has received.
     pub taken: u64,
 }
 
@@ -72,7 +72,7 @@ pub struct Hello {
     pub resume: Option<Resume>,
 }
 
-/// What a target grants to an endpoint.
+/// The target's grant to an endpoint.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Welcome {
     /// The identifier of the session.

@@ -6,11 +6,12 @@ use std::io;
 use super::common;
 use crate::target::{Host, Tenant};
 
-/// What an initiator can do about a refusal. The numbers are part of the protocol.
+/// Codes of refusals, by the action that an initiator can take. The numbers are part of the
+/// protocol.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum RefusalCode {
-    /// The request is wrong, and stays so.
+    /// The request is wrong, and every later attempt fails.
     Other = 0,
     /// The target is about to end. Its successor may serve.
     GoingAway = 1,
@@ -44,14 +45,14 @@ impl RefusalCode {
 /// A refusal, as the target sends it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Refusal {
-    /// What the initiator can do about it.
+    /// The code, which says what the initiator can do.
     pub code: RefusalCode,
     /// The reason, for people.
     pub reason: String,
 }
 
 impl Refusal {
-    /// A refusal that no later attempt changes.
+    /// Creates a refusal that no later attempt changes.
     #[must_use]
     pub fn other(reason: impl Into<String>) -> Self {
         Self { code: RefusalCode::Other, reason: reason.into() }
@@ -62,7 +63,7 @@ impl Refusal {
         [&(self.code as u16).to_le_bytes(), common::reason_bytes(&self.reason)].concat()
     }
 
-    /// Parses what [`Self::encode`] encodes. A code that is not known is read as
+    /// Parses an encoded refusal. An unknown code is read as
     /// [`RefusalCode::Other`].
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
         let (code, reason) = bytes.split_first_chunk::<2>()?;
@@ -100,7 +101,7 @@ pub enum RefusalReason {
     /// All slots are in use.
     #[error("{0} endpoints are connected already")]
     Full(usize),
-    /// The tenant has as many endpoints as it may have.
+    /// The tenant has reached its limit of endpoints.
     #[error("tenant {} has {limit} endpoints already, which is its limit", tenant.0)]
     TenantFull {
         /// The tenant.
@@ -114,7 +115,7 @@ pub enum RefusalReason {
     /// The answers or messages at the position are not kept any more.
     #[error("the session cannot be resumed from this position")]
     ResumePosition,
-    /// The system gives no random bytes for a session's identifier.
+    /// The system returns no random bytes for a session's identifier.
     #[error("the target has no random bytes: {0}")]
     NoRandomBytes(io::Error),
     /// The ticket has expired.
@@ -123,7 +124,7 @@ pub enum RefusalReason {
     /// The hello presents another identity than the ticket.
     #[error("the ticket is for another tenant, host or epoch")]
     OtherIdentity,
-    /// The user of the peer cannot be found out.
+    /// The user of the peer is unknown.
     #[error("the user id of the peer is unknown: {0}")]
     UnknownUser(io::Error),
     /// Another user than the permitted one connects.
@@ -149,7 +150,7 @@ pub enum RefusalReason {
 }
 
 impl RefusalReason {
-    /// What the initiator can do about it.
+    /// The code of the refusal.
     #[must_use]
     pub fn code(&self) -> RefusalCode {
         match self {
@@ -170,7 +171,7 @@ impl RefusalReason {
         }
     }
 
-    /// What is sent to the initiator.
+    /// The refusal to send to the initiator.
     #[must_use]
     pub fn to_refusal(&self) -> Refusal {
         Refusal { code: self.code(), reason: self.to_string() }

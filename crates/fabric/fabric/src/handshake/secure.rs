@@ -30,17 +30,16 @@ pub fn initiate_by<S: Read + Write>(
 ///
 /// # Errors
 /// If the connection fails or the peer cannot prove that it holds the key. A peer of another
-/// version has got this version's preamble by then; a peer with a wrong key has got an empty
-/// answer.
+/// version has then received this version's preamble, and a peer with a wrong key an empty answer.
 pub fn respond<S: Read + Write>(stream: S, key: &ClusterKey) -> Result<SecureChannel<S>, SecureError> {
     respond_to(stream, key, Admission::Members).map(|(channel, _)| channel)
 }
 
-/// Runs the target's part of the handshake. Also returns the ticket of a peer that has one; whether
-/// it has expired is not checked.
+/// Runs the target's part of the handshake. Also returns the ticket of a peer that has one. Whether
+/// the ticket has expired is not checked.
 ///
 /// # Errors
-/// The errors of [`respond`]. A peer that is not admitted gets the answer to a wrong key.
+/// The errors of [`respond`]. A peer that is not admitted receives the answer to a wrong key.
 pub fn respond_to<S: Read + Write>(
     stream: S,
     key: &ClusterKey,
@@ -63,7 +62,7 @@ fn admits(admission: Admission, credential: &Credential) -> bool {
     }
 }
 
-/// Reads what a peer presents, and derives what it must prove; `None` if it is no credential.
+/// Reads a peer's credential, and derives its secret; `None` if a ticket is invalid.
 fn read_credential(stream: &mut impl Read, key: &ClusterKey) -> Result<Option<Credential>, SecureError> {
     let mut kind = [0];
     stream.read_exact(&mut kind)?;
@@ -120,7 +119,7 @@ mod tests {
             assert_eq!(admitted(&ticket, admission).is_ok_and(|found| found == Some(TICKET)), has_ticket);
         }
         Mutation::AcceptAnyService.while_active(|| {
-            assert!(admitted(&ticket, Admission::Tickets(4)).is_ok(), "the mutation is noticed");
+            assert!(admitted(&ticket, Admission::Tickets(4)).is_ok(), "the mutation is detected");
         });
     }
 

@@ -1,8 +1,8 @@
-//! Tickets: what a program connects with, which never holds the cluster's key.
+//! Tickets: permissions by which programs connect without the cluster's key.
 //!
-//! A member of the cluster makes a ticket for one tenant, host and service, and gives the program
-//! the ticket and its secret. A target derives the secret from its own key, so it needs no list of
-//! tickets. The identity of the program's endpoints is that of the ticket.
+//! A member of the cluster issues a ticket for one tenant, host and service, and passes the ticket
+//! and its secret to the program. A target derives the secret from its own key, so it needs no list
+//! of tickets. The program's endpoints have the identity in the ticket.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::target::{Host, Identity, Tenant};
 
 /// Bytes of a ticket in a handshake.
 pub const TICKET_BYTES: usize = size_of::<TicketBody>();
-/// Separates the secrets of tickets from everything else that is derived from the cluster's key.
+/// Label that separates the secrets of tickets from other values derived from the cluster's key.
 const LABEL: &[u8] = b"aquifer ticket 1";
 
 /// A permission to connect, for one tenant of one host, to one kind of target.
@@ -33,9 +33,9 @@ pub struct Ticket {
     pub host: Host,
     /// The epoch of the host's lease. A fence of the host ends the ticket.
     pub epoch: u64,
-    /// The end of the ticket, in seconds since 1970. A session that has begun is not ended by it.
+    /// The expiry of the ticket, in seconds since 1970. It ends no session that has begun.
     pub expiry_s: u64,
-    /// The kind of targets that accept it.
+    /// The kind of targets that accept the ticket.
     pub service: u8,
 }
 
@@ -112,7 +112,7 @@ impl fmt::Debug for TicketSecret {
     }
 }
 
-/// What an initiator proves its right to connect by.
+/// The credential by which an initiator proves its right to connect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Credential {
     /// The cluster's key: a member of the cluster, which may present any identity.
@@ -136,7 +136,7 @@ impl Credential {
         }
     }
 
-    /// The bytes by which the initiator presents the credential.
+    /// The bytes that present the credential in the handshake.
     pub(super) fn presented(&self) -> Vec<u8> {
         match self {
             Self::Member(_) => vec![KIND_MEMBER],
@@ -145,9 +145,9 @@ impl Credential {
     }
 }
 
-/// A credential begins with this byte and has nothing more.
+/// The only byte of a member's credential.
 pub(super) const KIND_MEMBER: u8 = 0;
-/// A credential begins with this byte, and the ticket follows.
+/// The first byte of a ticket's credential. The ticket follows.
 pub(super) const KIND_TICKET: u8 = 1;
 
 /// The initiators that a target admits.
@@ -177,11 +177,11 @@ impl Admission {
     }
 }
 
-/// Checks whether a ticket, which is proven, is still good, and whether an initiator presents its
+/// Checks that a proven ticket has not expired, and that an initiator presents the ticket's
 /// identity.
 ///
 /// # Errors
-/// Why not.
+/// [`RefusalReason::TicketExpired`] or [`RefusalReason::OtherIdentity`].
 pub fn check_ticket(ticket: &Ticket, identity: Identity, clock: &UnixClock) -> Result<(), RefusalReason> {
     if identity != ticket.identity() {
         return Err(RefusalReason::OtherIdentity);
@@ -192,12 +192,12 @@ pub fn check_ticket(ticket: &Ticket, identity: Identity, clock: &UnixClock) -> R
     }
 }
 
-/// A clock that says the seconds since 1970.
+/// A clock that returns the seconds since 1970.
 #[derive(Clone)]
 pub struct UnixClock(Arc<dyn Fn() -> u64 + Send + Sync>);
 
 impl UnixClock {
-    /// A clock that calls a function.
+    /// Creates a clock that calls a function.
     pub fn new(now_s: impl Fn() -> u64 + Send + Sync + 'static) -> Self {
         Self(Arc::new(now_s))
     }

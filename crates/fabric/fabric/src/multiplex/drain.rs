@@ -1,4 +1,4 @@
-//! Waits for what a dropped user has left in flight.
+//! Waits for the operations that a dropped user has left in flight.
 
 use std::io;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use crate::work::{DrainHandle, EndpointError};
 /// The interval at which the endpoint is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Drains the operations that one user had in flight. Other users go on.
+/// Drains the operations that one user had in flight. Other users are not affected.
 #[derive(Debug)]
 pub(super) struct MultiplexedDrain {
     pub shared: Arc<Shared>,
     /// The numbers of the operations.
     pub unfinished: Vec<u64>,
-    /// The endpoint's own, for when it is broken.
+    /// The drain handle of the endpoint, which is used if the endpoint is broken.
     pub drain: Option<Box<dyn DrainHandle>>,
 }
 
@@ -28,7 +28,7 @@ impl DrainHandle for MultiplexedDrain {
             let mut state = self.shared.state.lock();
             state.collect(None);
             if state.endpoint.is_broken() {
-                // Completed as failed, and unknown to be done: the target must confirm.
+                // The operations failed with an unknown outcome: the target must confirm their end.
                 drop(state);
                 return self.drain.as_mut().map_or(Ok(()), |drain| drain.drain());
             }

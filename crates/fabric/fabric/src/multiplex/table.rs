@@ -1,4 +1,4 @@
-//! Whose operations are in flight, and whose completions are not taken yet. Pure.
+//! The table of operations in flight and of completions that users have not polled yet. Pure.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -14,7 +14,7 @@ pub(super) struct WorkTable {
     /// Identifiers that are free.
     free: Vec<usize>,
     users: Vec<Option<User>>,
-    /// Counts all operations so far, so that each has a number of its own.
+    /// Number of operations so far, which is the number of the last operation.
     posted: u64,
     local_memories: usize,
 }
@@ -38,7 +38,7 @@ struct User {
 }
 
 impl WorkTable {
-    /// A table for at most `depth` operations in flight.
+    /// Creates a table for at most `depth` operations in flight.
     pub fn new(depth: usize) -> Self {
         Self {
             entries: vec![None; depth],
@@ -68,7 +68,7 @@ impl WorkTable {
         }
     }
 
-    /// Users, and dropped users with operations in flight.
+    /// Number of users, and of dropped users with operations in flight.
     pub fn users(&self) -> usize {
         self.users.iter().flatten().count()
     }
@@ -77,25 +77,25 @@ impl WorkTable {
         self.local_memories += 1;
     }
 
-    /// Local memories that were registered so far, also by users that were dropped.
+    /// Number of local memories that were registered so far, also by users that were dropped.
     pub fn local_memories(&self) -> usize {
         self.local_memories
     }
 
-    /// Operations of all users that are in flight.
+    /// Number of operations of all users that are in flight.
     pub fn in_flight(&self) -> usize {
         self.entries.len() - self.free.len()
     }
 
-    /// Operations of a user that are in flight, or whose completion it has not taken.
+    /// Number of operations of a user that are in flight, or whose completion it has not polled.
     pub fn pending(&self, user: usize) -> usize {
         self.users[user].as_ref().map_or(0, |user| user.in_flight + user.done.len())
     }
 
-    /// Notes an operation; returns its identifier at the endpoint.
+    /// Records an operation. Returns its identifier at the endpoint.
     pub fn insert(&mut self, user: usize, work: &Work) -> u64 {
         let at = self.free.pop().expect("the depths of all users together are the table's");
-        self.users[user].as_mut().expect("it posts").in_flight += 1;
+        self.users[user].as_mut().expect("a user that posts is in the table").in_flight += 1;
         self.posted += 1;
         self.entries[at] = Some(Entry { user, id: work.id, signalled: work.signalled, number: self.posted });
         at as u64
@@ -103,10 +103,10 @@ impl WorkTable {
 
     /// Passes a completion to its user, and wakes it unless it is `caller`.
     pub fn complete(&mut self, completion: &Completion, caller: Option<usize>) {
-        let at = usize::try_from(completion.id).expect("it is one of ours");
+        let at = usize::try_from(completion.id).expect("the table has chosen the id");
         let entry = self.entries[at].take().expect("an operation completes once");
         self.free.push(at);
-        let user = self.users[entry.user].as_mut().expect("it stays until its operations complete");
+        let user = self.users[entry.user].as_mut().expect("a user stays until its operations complete");
         user.in_flight -= 1;
         if user.is_dropped {
             if user.in_flight == 0 {
@@ -130,7 +130,7 @@ impl WorkTable {
 
     /// Appends up to `max` completions of a user; returns their number.
     pub fn drain_done(&mut self, user: usize, out: &mut Vec<Completion>, max: usize) -> usize {
-        let done = &mut self.users[user].as_mut().expect("it polls").done;
+        let done = &mut self.users[user].as_mut().expect("a user that polls is in the table").done;
         let count = done.len().min(max);
         out.extend(done.drain(..count));
         count

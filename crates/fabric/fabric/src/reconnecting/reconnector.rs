@@ -12,8 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::background::BackgroundTask;
 use crate::work::{DrainHandle, Endpoint, EndpointError, WorkError};
 
-/// Time between attempts.
-const RETRY_EVERY: Duration = Duration::from_millis(10);
+/// Interval between attempts to reconnect.
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The outcome of one attempt to reconnect.
 #[derive(Debug)]
@@ -22,14 +22,14 @@ pub enum ReconnectOutcome {
     Connected(Box<dyn Endpoint>),
     /// The target is not back yet.
     Retry,
-    /// The target will not come back, or came back without its memory.
+    /// The target will not return, or has returned without its memory.
     Gone,
     /// The target has fenced this host.
     Fenced,
 }
 
 impl ReconnectOutcome {
-    /// `None` if there will be another attempt.
+    /// The final result; `None` if another attempt follows.
     fn into_result(self) -> Option<Reconnected> {
         match self {
             Self::Connected(endpoint) => Some(Ok(endpoint)),
@@ -40,18 +40,19 @@ impl ReconnectOutcome {
     }
 }
 
-/// The way back to a target that is away.
+/// Reconnects to a target that is away.
 pub trait Reconnect: Send + Sync + Debug {
-    /// Tries once to connect. It alone decides when the target is gone: no timer ends the attempts.
+    /// Tries once to connect. Only its outcome ends the attempts: there is no timeout.
     fn attempt(&self) -> ReconnectOutcome;
 
-    /// Whether an attempt may block. If so a thread makes it, otherwise the thread that polls.
+    /// Whether an attempt may block. If so a background thread makes it, otherwise the polling
+    /// thread.
     fn is_blocking(&self) -> bool {
         true
     }
 }
 
-/// The drain handle of a broken endpoint, shared by all that may have to drain it.
+/// The drain handle of a broken endpoint, shared by the parts that may have to drain it.
 #[derive(Clone, Debug)]
 pub(super) struct SharedDrain(Arc<Mutex<DrainState>>);
 
@@ -67,7 +68,7 @@ impl SharedDrain {
     }
 
     pub fn is_drained(&self) -> bool {
-        // A thread that is draining holds the lock for long, and is not done.
+        // A thread that is draining holds the lock, and has not finished.
         self.0.try_lock().is_some_and(|left| left.is_drained)
     }
 }
@@ -86,15 +87,15 @@ impl DrainHandle for SharedDrain {
 /// The attempts to reconnect to one target.
 #[derive(Debug)]
 pub(super) struct ReconnectAttempts {
-    mode: SearchMode,
+    mode: ReconnectMode,
     drain: Option<SharedDrain>,
 }
 
-/// What reconnecting has led to: an endpoint, or the error of all further work.
+/// The result of reconnecting: an endpoint, or the error of all further work.
 type Reconnected = Result<Box<dyn Endpoint>, WorkError>;
 
 #[derive(Debug)]
-enum SearchMode {
+enum ReconnectMode {
     Thread(BackgroundTask<Reconnected>),
     InPoll(Arc<dyn Reconnect>),
 }
@@ -107,20 +108,22 @@ impl ReconnectAttempts {
     pub fn start(reconnect: &Arc<dyn Reconnect>, drain: Option<SharedDrain>) -> io::Result<Self> {
         let reconnect = Arc::clone(reconnect);
         if !reconnect.is_blocking() {
-            return Ok(Self { mode: SearchMode::InPoll(reconnect), drain });
+            return Ok(Self { mode: ReconnectMode::InPoll(reconnect), drain });
         }
         let mut left = drain.clone();
         let task = BackgroundTask::start("fabric-reconn", move |is_awaited| {
             attempt_until_known(&*reconnect, left.as_mut(), is_awaited)
         })?;
-        Ok(Self { mode: SearchMode::Thread(task), drain })
+        Ok(Self { mode: ReconnectMode::Thread(task), drain })
     }
 
     /// The result, once; `None` while attempts continue.
     pub fn poll_result(&mut self) -> Option<Reconnected> {
         match &self.mode {
-            SearchMode::Thread(task) => task.poll_result(),
-            SearchMode::InPoll(reconnect) => try_reconnect(&**reconnect, self.drain.as_mut()).into_result(),
+            ReconnectMode::Thread(task) => task.poll_result(),
+            ReconnectMode::InPoll(reconnect) => {
+                try_reconnect(&**reconnect, self.drain.as_mut()).into_result()
+            }
         }
     }
 
@@ -133,8 +136,8 @@ impl ReconnectAttempts {
     /// attempts.
     pub fn ready_fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.mode {
-            SearchMode::Thread(task) => Some(task.ready_fd()),
-            SearchMode::InPoll(_) => None,
+            ReconnectMode::Thread(task) => Some(task.ready_fd()),
+            ReconnectMode::InPoll(_) => None,
         }
     }
 
@@ -168,7 +171,7 @@ fn attempt_until_known(
     while is_awaited() {
         match try_reconnect(reconnect, drain.as_deref_mut()).into_result() {
             Some(result) => return result,
-            None => std::thread::sleep(RETRY_EVERY),
+            None => std::thread::sleep(RETRY_INTERVAL),
         }
     }
     Err(WorkError::PeerGone)

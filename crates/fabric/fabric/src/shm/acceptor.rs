@@ -1,4 +1,4 @@
-//! The target's thread: it accepts endpoints and notices when they hang up.
+//! The target's thread, which accepts endpoints and detects when they hang up.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,9 +20,9 @@ use crate::target::{Identity, Sender};
 use crate::unit_map::RegionMemory;
 
 /// The interval at which the timeouts of unfinished handshakes are checked.
-const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const TIMEOUT_CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The thread that accepts endpoints and notices when they hang up.
+/// The thread that accepts endpoints and detects when they hang up.
 pub(super) struct ShmAcceptor {
     shared: Arc<ShmShared>,
     listener: OwnedFd,
@@ -70,7 +70,7 @@ impl ShmAcceptor {
         polled.extend(self.pending.iter().map(|(fd, _)| PollFd::new(fd, PollFlags::IN)));
         let events = PollFlags::IN | PollFlags::RDHUP;
         polled.extend(self.connected.iter().map(|(_, fd)| PollFd::new(&**fd, events)));
-        let timeout = (!self.pending.is_empty()).then_some(&TICK);
+        let timeout = (!self.pending.is_empty()).then_some(&TIMEOUT_CHECK_INTERVAL);
         rustix::event::poll(&mut polled, timeout)?;
         let ready = polled[1..].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
         Ok(ready.map(|(index, _)| index).collect())
@@ -83,7 +83,7 @@ impl ShmAcceptor {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection; retrying");
-                // The process has no descriptors or memory left. Trying again at once would only
+                // The process has no descriptors or memory left. Retrying at once would only
                 // use the processor.
                 std::thread::sleep(Duration::from_millis(10));
             }

@@ -1,5 +1,4 @@
-//! The initiator's end. It checks keys, copies bytes and performs atomics itself, while work is
-//! posted.
+//! The initiator's end, which checks keys, copies bytes and performs atomics while work is posted.
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,8 +23,8 @@ use crate::work::{
     WorkError, is_lack_of_room,
 };
 
-/// A batch pauses after this many bytes, so that a target that invalidates a key waits for one long
-/// copy and not for a whole queue of them.
+/// Bytes after which a batch leaves and re-enters the `active` state, so that a target that
+/// invalidates a key waits for one long copy and not for a whole queue of them.
 const PAUSE_BYTES: u64 = 256 << 10;
 
 /// One connection to a [`super::ShmTarget`].
@@ -59,9 +58,9 @@ pub fn connect(path: &Path, who: Identity) -> Result<Box<dyn Endpoint>, Endpoint
 
 /// Why the memory of a welcome cannot be opened.
 enum OpenFault {
-    /// This process lacks something.
+    /// A lack of descriptors or memory of this process.
     NoRoom(io::Error),
-    /// The target does not keep to the protocol. A sentence.
+    /// The target violated the protocol. Contains the reason.
     Protocol(String),
 }
 
@@ -121,7 +120,7 @@ impl ShmEndpoint {
         }
         let map = |fd, len: u64, what: &str| {
             let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
-            // An initiator passes nothing on, and may have many endpoints.
+            // Initiators pass no memory on, and may have many endpoints.
             Memory::from_fd(fd, len).map(Memory::without_fd).map_err(|error| OpenFault::of(error, what))
         };
         let mut fds = fds.into_iter();
@@ -175,8 +174,8 @@ impl ShmEndpoint {
         self.control.active(self.slot).store(self.sequence, Ordering::Release);
     }
 
-    /// The error that breaks this endpoint, if there is one. The first operation that meets it gets
-    /// the error; later ones are flushed.
+    /// The error that breaks this endpoint, if there is one. The first operation after it gets the
+    /// error; later ones are flushed.
     #[inline]
     fn failure(&self) -> Option<WorkError> {
         if self.broken {
@@ -210,7 +209,7 @@ impl ShmEndpoint {
                 // A target that has fenced this host refuses it.
                 (_, Some(WorkError::Fenced)) => WorkError::Fenced,
                 (WorkError::RemoteAccess, _) | (_, None) => error,
-                // It may have ended in good order.
+                // The target may have ended.
                 (_, Some(failure)) => failure,
             };
             self.broken |= error != WorkError::RemoteAccess;

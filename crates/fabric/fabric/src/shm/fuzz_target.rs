@@ -75,7 +75,7 @@ pub fn mailbox_seeds() -> Vec<(&'static str, Vec<u8>)> {
         Arc::new(Memory::private("fuzz-seed", mailbox_bytes(&LIMITS)).expect("the system has memory"));
     let mut peer = MessageRing::new(&memory, &LIMITS, Direction::ToTarget);
     let mut with = |steps: [u8; HEAD_BYTES], message: &[u8]| {
-        let len = u32::try_from(message.len()).expect("it is short");
+        let len = u32::try_from(message.len()).expect("the message is short");
         // SAFETY: the pointer and the length are those of a slice.
         let put = unsafe { peer.put(1, message.as_ptr(), len) };
         assert_eq!(put, Ok(true));

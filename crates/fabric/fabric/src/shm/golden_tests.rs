@@ -121,8 +121,8 @@ fn golden_control_memory() {
     }
 
     let fd = control.fd().try_clone_to_owned().expect("there are descriptors");
-    let length = usize::try_from(control.bytes()).expect("it is small");
-    let bytes = bytes_of(&Memory::from_fd(fd, length).expect("it is memory"));
+    let length = usize::try_from(control.bytes()).expect("control memory is small");
+    let bytes = bytes_of(&Memory::from_fd(fd, length).expect("the descriptor is a memfd"));
     golden.memory(&bytes);
     golden.text("bytes", &length.to_string());
     golden.text("states", &format!("free {FREE}, open {OPEN}, fenced {FENCED}"));
@@ -131,7 +131,7 @@ fn golden_control_memory() {
     let copy = Memory::create("copy", length).expect("there is memory");
     copy.write(0, &bytes);
     let fd = copy.fd().try_clone_to_owned().expect("there are descriptors");
-    let opened = ControlMemory::open(fd, control.bytes()).expect("it is control memory");
+    let opened = ControlMemory::open(fd, control.bytes()).expect("the copy is control memory");
     assert!(opened.is_alive() && opened.endpoints() == 3);
     assert_eq!((opened.state(0), opened.state(1), opened.state(2)), (OPEN, FREE, FENCED));
     assert_eq!((opened.process(0), opened.next_stamp()), (0x3132_3334, 1));
@@ -157,7 +157,7 @@ fn golden_mailbox() {
         let mut sender = MessageRing::new(&memory, &limits, direction);
         let mut receiver = MessageRing::new(&memory, &limits, direction);
         for text in [&b"first message"[..], b"second"] {
-            let length = u32::try_from(text.len()).expect("it is short");
+            let length = u32::try_from(text.len()).expect("the text is short");
             // SAFETY: the pointer and the length are those of a slice.
             assert_eq!(unsafe { sender.put(stamp, text.as_ptr(), length) }, Ok(true));
         }

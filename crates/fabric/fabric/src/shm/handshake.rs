@@ -35,7 +35,7 @@ pub enum HandshakeError {
     #[error("the message does not begin as a fabric handshake does")]
     Magic,
     /// The message is of another version.
-    #[error("it speaks handshake version {0}, this program speaks version {VERSION}")]
+    #[error("the peer speaks handshake version {0}, this program speaks version {VERSION}")]
     Version(u16),
     /// The kind is not expected here.
     #[error("message kind {0} was not expected here")]
@@ -118,17 +118,17 @@ pub struct RegionRequest {
     pub addr: u64,
 }
 
-/// The memory of a region. Its descriptors come with it: the memory, then that of the words of a
-/// translation table.
+/// The memory of a region. The message carries the descriptor of the memory, then that of the words
+/// of a translation table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShmRegion {
     /// The slot of the region.
     pub slot: u32,
-    /// Its serial number, as in control memory.
+    /// The region's serial number, as in control memory.
     pub serial: u64,
-    /// Its first address.
+    /// The region's first address.
     pub base: u64,
-    /// The number of its addresses.
+    /// The number of the region's addresses.
     pub len: u64,
     /// Bytes of the memory.
     pub memory_len: u64,
@@ -151,7 +151,8 @@ pub struct ShmUnits {
     pub unit_bytes: u64,
 }
 
-/// What a target grants to an endpoint. Its descriptors come with it: control memory and mailbox.
+/// The target's grant to an endpoint. The message carries the descriptors of control memory and
+/// mailbox.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ShmWelcome {
     /// The endpoint's slot in control memory.
@@ -373,7 +374,7 @@ fn header(kind: u16) -> Header {
 }
 
 fn split_header(bytes: &[u8]) -> Result<(u16, &[u8]), HandshakeError> {
-    // Every version begins with magic and version, so these errors are found before a wrong length.
+    // Every version begins with magic and version, so these are checked before the length.
     let length = HandshakeError::Length { found: bytes.len(), expected: size_of::<Header>() };
     if bytes.len() >= 8 && bytes[..8] != MAGIC {
         return Err(HandshakeError::Magic);

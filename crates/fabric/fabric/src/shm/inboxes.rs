@@ -1,4 +1,4 @@
-//! The messages of all endpoints that the target has not taken.
+//! Messages of all endpoints that the target has not received yet.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
@@ -10,11 +10,11 @@ use crate::target::{EndpointNumber, Identity, Sender};
 struct PeerInbox {
     who: Identity,
     ring: MessageRing,
-    /// The stamp of its oldest message, if that is among the heads.
+    /// The stamp of the endpoint's oldest message, if that is among the heads.
     head: Option<u64>,
 }
 
-/// The rings of all endpoints. Only those that announced messages are read.
+/// The rings of all endpoints. Only rings with announced messages are read.
 #[derive(Debug)]
 pub(super) struct Inboxes {
     rings: HashMap<EndpointNumber, PeerInbox>,
@@ -26,7 +26,8 @@ pub(super) struct Inboxes {
 }
 
 impl Inboxes {
-    /// No rings. Keeps the messages of at most `ended_max` endpoints that hung up.
+    /// Creates an empty set, which keeps the messages of at most `ended_max` endpoints that hung
+    /// up.
     pub fn new(ended_max: usize) -> Self {
         Self { rings: HashMap::new(), heads: BTreeSet::new(), ended: VecDeque::new(), ended_max }
     }
@@ -73,7 +74,7 @@ impl Inboxes {
 
     /// Keeps the unread messages of an endpoint that hung up.
     pub fn end(&mut self, endpoint: EndpointNumber) {
-        // It may have died before it announced its last message.
+        // The endpoint may have died before it announced its last message.
         let _ = self.handle_announced(endpoint);
         self.ended.push_back(endpoint);
         self.forget_read();
@@ -84,7 +85,7 @@ impl Inboxes {
         }
     }
 
-    /// Forgets endpoints that hung up and whose messages were read.
+    /// Removes endpoints that hung up and whose messages were read.
     fn forget_read(&mut self) {
         let Self { rings, ended, .. } = self;
         if ended.is_empty() {

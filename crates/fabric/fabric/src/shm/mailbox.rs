@@ -20,7 +20,7 @@ const STAMP_IN: usize = 0;
 const LEN_IN: usize = 8;
 const BYTES_IN: usize = 16;
 
-/// The peer wrote an impossible count or length.
+/// An impossible count or length that the peer wrote.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RingCorrupt;
 
@@ -56,7 +56,7 @@ fn slot_bytes(message_bytes_max: u32) -> usize {
 }
 
 impl MessageRing {
-    /// One end of a ring in fresh memory of [`mailbox_bytes`].
+    /// Opens one end of a ring in fresh memory of [`mailbox_bytes`].
     pub fn new(memory: &Arc<Memory>, limits: &Limits, direction: Direction) -> Self {
         let at = match direction {
             Direction::ToTarget => 0,
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_corrupted_ring_is_noticed() {
+    fn a_corrupted_ring_is_detected() {
         let memory = Arc::new(Memory::create("mail", mailbox_bytes(&limits())).unwrap());
         let mut sender = MessageRing::new(&memory, &limits(), Direction::ToTarget);
         let mut receiver = MessageRing::new(&memory, &limits(), Direction::ToTarget);

@@ -1,5 +1,5 @@
-//! The regions that an endpoint has mapped. It asks the target for the memory of a region when it
-//! first uses it, and forgets the memory when the region is removed.
+//! The regions that an endpoint has mapped. The endpoint requests the memory of a region from the
+//! target at the first use, and unmaps it when the region is removed.
 
 use std::collections::VecDeque;
 use std::io;
@@ -30,7 +30,7 @@ pub(super) struct MappedRegion {
     serial: u64,
 }
 
-/// Why an access cannot be done now.
+/// The cause why an access cannot be done now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum AccessFault {
     Error(WorkError),
@@ -47,18 +47,18 @@ impl From<WorkError> for AccessFault {
 /// The mapped regions of one endpoint.
 #[derive(Debug, Default)]
 pub(super) struct MappedRegions {
-    /// By slot.
+    /// The mapped regions by slot.
     slots: Vec<Option<Box<MappedRegion>>>,
     /// The mapped slots, in the order of mapping.
     mapped: VecDeque<usize>,
-    /// Data of the key tables: first address, end, and slot; sorted.
+    /// The ranges of the key tables: first address, end, and slot; sorted.
     tables: Vec<(u64, u64, usize)>,
-    /// The number of removals of regions that the endpoint has noticed.
+    /// The number of removals of regions that the endpoint has processed.
     removals: u64,
 }
 
 impl MappedRegions {
-    /// Forgets regions that were removed. Must be called after `active` was made odd and before any
+    /// Unmaps regions that were removed. Must be called after `active` was made odd and before any
     /// access.
     #[inline]
     pub fn forget_removed(&mut self, control: &ControlMemory) {
@@ -119,8 +119,8 @@ impl MappedRegions {
         Ok(grant.ok_or(WorkError::RemoteAccess)?)
     }
 
-    /// Asks the target for the region in which the key opens the address, and maps it. `active`
-    /// must be even: the target may wait for it before it answers.
+    /// Requests the region in which the key opens the address from the target, and maps it.
+    /// `active` must be even: the target may wait for it before it answers.
     pub fn request(
         &mut self,
         control: &ControlMemory,
@@ -175,7 +175,7 @@ fn open(control: &ControlMemory, region: &ShmRegion, fds: Vec<OwnedFd>) -> io::R
         let fd = fds.next().ok_or_else(|| io::Error::other("a region came with too few descriptors"))?;
         let len = usize::try_from(len).map_err(io::Error::other)?;
         let map = if is_writable { Memory::from_fd } else { Memory::from_fd_read_only };
-        // An initiator passes nothing on, and may have many endpoints.
+        // Initiators pass no memory on, and may have many endpoints.
         map(fd, len).map(Memory::without_fd)
     };
     let memory = Arc::new(map(region.memory_len, region.is_writable)?);

@@ -9,7 +9,7 @@ use crate::control::ControlMemory;
 
 /// The interval at which the process of an endpoint is checked during an access.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// An access takes microseconds. One that takes this long is logged.
+/// Time after which an access in flight is logged. An access takes microseconds.
 const WARN_AFTER: Duration = Duration::from_secs(1);
 
 /// Ends all accesses by peers of a dead target. When this returns, none is in flight, and none will
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_control_memory_is_refused() {
+    fn memory_of_another_kind_is_refused() {
         let other = crate::Memory::create("other", 8192).unwrap();
         assert!(retire(other.fd().try_clone_to_owned().unwrap()).is_err());
     }

@@ -30,7 +30,7 @@ pub(super) fn listen(path: &Path) -> io::Result<(OwnedFd, u64)> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    // Linux gives the file the mode of the socket, so other users can at no time connect.
+    // Linux gives the file the mode of the socket, so other users can never connect.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     match rustix::net::bind(&socket, &address) {
         Err(rustix::io::Errno::ADDRINUSE) if is_abandoned(path, &address)? => {
@@ -98,7 +98,7 @@ pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         }
     }
     if received.flags.contains(ReturnFlags::CTRUNC) {
-        // The kernel cuts the descriptors of a message when the process may open no more.
+        // The kernel truncates the descriptors of a message at the process's limit.
         return Err(rustix::io::Errno::MFILE.into());
     }
     Ok((bytes, fds))

@@ -1,4 +1,4 @@
-//! The owner's end. It passes its memory once to each connection, and then only changes keys.
+//! The owner's end: passes its memory once to each connection, and then only changes keys.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -35,11 +35,12 @@ use crate::unit_map::RegionMemory;
 use crate::wake::WakeFd;
 use crate::work::Key;
 
-/// The time for which a stopping target waits for a batch in flight. The peers' mappings remain.
+/// Longest time for which a stopping target waits for a batch in flight. The peers' mappings
+/// remain.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An access takes microseconds. A fenced endpoint that has not ended one after this time is
-/// stalled.
+/// Time after which a fenced endpoint with an access in flight counts as stalled. An access takes
+/// microseconds.
 const STALL_TIME: Duration = Duration::from_secs(1);
 /// The interval at which an awaited endpoint is checked.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -77,7 +78,7 @@ pub(super) struct ShmPeer {
     pub(super) who: Identity,
     pub(super) endpoint: EndpointNumber,
     pub(super) socket: Arc<OwnedFd>,
-    /// `None` if it is this process or could not be opened.
+    /// The peer's process; `None` if it is this process or could not be opened.
     pub(super) process: Option<Arc<PeerProcess>>,
     pub(super) outbox: MessageRing,
 }
@@ -102,7 +103,7 @@ impl ShmTarget {
         let control = ControlMemory::create(options.endpoints_max, options.regions_max, options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
         let wake = WakeFd::new().map_err(|e| system("cannot create an eventfd", e))?;
-        // Keys need not withstand an attacker that has the memory mapped. They must only not match
+        // Peers have the memory mapped, so keys need not resist attacks. They must only not match
         // by accident.
         let secret = RandomState::new().hash_one(path);
         let state = ShmTargetState {
@@ -180,7 +181,7 @@ impl ShmShared {
         let begun = Instant::now();
         let mut was_ended = false;
         while !self.control.drain(fenced.slot, Some(DRAIN_POLL_INTERVAL)) {
-            // Its slot may belong to another endpoint by now.
+            // The slot may belong to another endpoint meanwhile.
             if socket::is_hung_up(&fenced.socket) {
                 return true;
             }
@@ -195,7 +196,7 @@ impl ShmShared {
     }
 
     /// Kills the process of a stalled endpoint, whose access would otherwise take effect after the
-    /// fence. Only if all endpoints of the process are fenced; otherwise the process is left alone.
+    /// fence. Does nothing if an endpoint of the process is not fenced.
     fn kill_stalled(&self, fenced: &FencedEndpoint) {
         let Identity { host, epoch, .. } = fenced.who;
         let Some(process) = fenced.process.as_ref().filter(|process| self.is_all_fenced(process)) else {

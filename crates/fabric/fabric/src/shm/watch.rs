@@ -63,14 +63,14 @@ fn run(watcher: &SocketWatcher) {
     loop {
         let sockets = watcher.sockets.lock().clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
-        // Messages of the target are received by the endpoint that asked for them.
+        // The endpoint receives the target's messages itself.
         let events = PollFlags::RDHUP;
         polled.extend(sockets.iter().map(|peer_socket| PollFd::new(&peer_socket.socket, events)));
         match rustix::event::poll(&mut polled, None) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => {
-                // The system has no memory left for the call. Try again.
+                // The system has no memory left for the call.
                 tracing::warn!(%error, "cannot poll the sockets of shared-memory endpoints; retrying");
                 std::thread::yield_now();
                 continue;

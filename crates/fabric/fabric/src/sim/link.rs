@@ -32,7 +32,7 @@ pub(super) struct SimLink {
     pub answers_lost: bool,
     /// The time from which on operations wait for the node, which is stopped.
     pub silent_since_ns: Option<u64>,
-    /// The error of the next operation, set when the loss of the peer was noticed.
+    /// The error of the next operation, set when the loss of the peer was detected.
     pub pending_error: Option<WorkError>,
     pub broken: bool,
     /// Whether the host has crashed or dropped the endpoint.

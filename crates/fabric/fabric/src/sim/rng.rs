@@ -11,14 +11,14 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// A generator with the given seed.
+    /// Creates a generator with the given seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let word = |n: u64| mix(seed.wrapping_add(n.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
         Self { state: [word(1), word(2), word(3), word(4)] }
     }
 
-    /// Any 64 bits.
+    /// The next 64 random bits.
     pub fn next_u64(&mut self) -> u64 {
         let [a, b, c, d] = &mut self.state;
         let result = b.wrapping_mul(5).rotate_left(7).wrapping_mul(9);
@@ -54,7 +54,7 @@ impl Rng {
         self.below(whole) < parts
     }
 
-    /// A generator that is independent of this one.
+    /// Creates a generator that is independent of this one.
     #[must_use]
     pub fn fork(&mut self) -> Self {
         Self::new(self.next_u64())

@@ -23,7 +23,7 @@ pub struct SimTarget {
 }
 
 impl SimTarget {
-    /// Its number in the fabric.
+    /// The node's number in the fabric.
     #[must_use]
     pub fn node(&self) -> SimNodeId {
         self.node

@@ -14,9 +14,9 @@ use crate::target::{Host, Identity, Region, Scope};
 use crate::unit_map::RegionMemory;
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
-/// The greatest time until an endpoint notices that its node has crashed.
+/// The greatest time until an endpoint detects that its node has crashed.
 const CRASH_NOTICE_NS: u64 = 1_000_000;
-/// How often in the timeout an operation checks whether a stopped node was resumed.
+/// Number of checks within the timeout whether a stopped node was resumed.
 const STOPPED_CHECKS: u64 = 100;
 /// The greatest factor by which strays are slower than other operations.
 const STRAY_FACTOR_MAX: u64 = 64;
@@ -58,7 +58,7 @@ enum SimEvent {
     Deliver(Vec<u8>),
     /// The timeout of operations that wait from this time on for a stopped node.
     EndWait(u64),
-    /// The host notices the loss of the peer.
+    /// The host detects the loss of the peer.
     Fail(FailCause),
 }
 
@@ -337,7 +337,7 @@ impl FabricWorld {
         }
     }
 
-    /// Whether nothing passes between a host and a node now.
+    /// Whether the link between a host and a node is cut now.
     fn is_cut(&self, host: Host, node: SimNodeId) -> bool {
         self.stopped.contains(&node) || self.cuts.contains(&(host, node))
     }

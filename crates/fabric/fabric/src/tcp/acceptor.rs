@@ -23,10 +23,10 @@ use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::target::Identity;
 
 /// The interval at which expired sessions are ended.
-const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const EXPIRY_CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// A target with room for many endpoints admits more unfinished handshakes: one for so many
-/// endpoints. After a restart all may connect at the same time.
+/// A target admits an unfinished handshake for each `ENDPOINTS_PER_HANDSHAKE` endpoints, if that is
+/// more than [`PENDING_LIMIT`]: after a restart all may connect at the same time.
 const ENDPOINTS_PER_HANDSHAKE: usize = 32;
 
 /// The thread that accepts connections.
@@ -49,7 +49,8 @@ impl TcpAcceptor {
                 PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN),
             ];
             let may_sleep = self.shared.lock().parked.is_empty();
-            if let Err(error) = rustix::event::poll(&mut polled, (!may_sleep).then_some(&TICK))
+            if let Err(error) =
+                rustix::event::poll(&mut polled, (!may_sleep).then_some(&EXPIRY_CHECK_INTERVAL))
                 && error != rustix::io::Errno::INTR
             {
                 tracing::error!(%error, "cannot poll the sockets of the TCP target; retrying");
@@ -73,7 +74,7 @@ impl TcpAcceptor {
             Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection; retrying");
-                // The process has no descriptors or memory left. Trying again at once would only
+                // The process has no descriptors or memory left. Retrying at once would only
                 // use the processor.
                 std::thread::sleep(Duration::from_millis(10));
                 return;
@@ -217,8 +218,8 @@ fn resume_session(
         state.parked.insert(resume.session, (session, Instant::now()));
         return Err(RefusalReason::ResumePosition);
     }
-    // The old connection is not known to be broken yet. Its thread closes it, and the initiator
-    // retries.
+    // The target has not yet detected that the old connection is broken. Its thread closes it, and
+    // the initiator retries.
     if let Some(peer) = state.peers.find(resume.session) {
         peer.own.is_stale.store(true, Ordering::SeqCst);
         shared.handles[peer.own.thread].notify(peer);

@@ -7,10 +7,10 @@
 
 use std::time::{Duration, Instant};
 
-/// If a yield takes longer than this, another thread needs the processor for more than a moment.
-/// The thread that serves the request often runs during the yield, and takes less.
+/// Longest yield after which polling continues. After a longer one, another thread needs the
+/// processor. The thread that serves the request often runs during the yield, and takes less.
 const YIELD_TIME_MAX: Duration = Duration::from_micros(50);
-/// After many failed polls, one wait in 2 to this power polls.
+/// Bound of the counted failed polls. At the bound, one wait in 2^`MISSES_MAX` polls.
 const MISSES_MAX: u32 = 6;
 
 /// The state of polling of one thread. The default never polls.
@@ -18,12 +18,12 @@ const MISSES_MAX: u32 = 6;
 pub(super) struct BusyPoll {
     limit: Duration,
     misses: u32,
-    /// Number of waits that will not poll.
+    /// Number of following waits that do not poll.
     skips_left: u32,
 }
 
 impl BusyPoll {
-    /// Polls for at most `limit` in each wait; never if it is zero.
+    /// Creates a state that polls for at most `limit` in each wait; never if `limit` is zero.
     pub fn new(limit: Duration) -> Self {
         Self { limit, misses: 0, skips_left: 0 }
     }

@@ -67,7 +67,7 @@ impl ServedConnection {
         }
     }
 
-    /// Takes the thread's buffers for those that hold nothing. Does nothing if the turn has begun.
+    /// Replaces empty buffers by the thread's. Does nothing if the turn has begun.
     pub fn begin_turn(&mut self, buffers: &mut TurnBuffers) {
         if self.input.len() < INPUT_BYTES {
             let mut input = std::mem::take(&mut buffers.input);
@@ -87,7 +87,7 @@ impl ServedConnection {
         }
     }
 
-    /// Returns the buffers that hold nothing any more.
+    /// Returns the empty buffers to the thread.
     pub fn end_turn(&mut self, buffers: &mut TurnBuffers) {
         let left = self.input[..self.filled].to_vec();
         let input = std::mem::replace(&mut self.input, left);
@@ -163,7 +163,7 @@ impl ServedConnection {
     }
 
     /// Receives if the connection may be served now. Returns whether the peer has closed it, or
-    /// `None` if nothing came.
+    /// `None` if nothing has arrived.
     pub fn try_receive(&mut self) -> Option<bool> {
         let filled = self.filled;
         let is_closed = self.interest.contains(EventFlags::IN) && self.receive();

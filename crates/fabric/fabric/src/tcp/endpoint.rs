@@ -38,10 +38,10 @@ use crate::work::{
 
 /// Size of the input buffer, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
-/// One part in so many of the operation time is its last part. It begins when this process has
-/// noticed that the rest has passed. So answers are not late only because the process was stopped
-/// during the rest.
-const LAST_PART: u32 = 10;
+/// The last 1/`TIMEOUT_GRACE_DIVISOR` of an operation's timeout is counted from when this process
+/// observed the end of the rest. So a process that was suspended (SIGSTOP, a paused VM) receives
+/// answers that arrived meanwhile before it reports a timeout.
+const TIMEOUT_GRACE_DIVISOR: u32 = 10;
 
 /// A posted operation that is not complete.
 #[derive(Clone, Copy, Debug)]
@@ -89,11 +89,11 @@ pub struct TcpEndpoint {
     reconnecting: Option<BackgroundTask<ReconnectReply>>,
     /// Number of messages that had been taken when the connection broke.
     taken_at_break: u64,
-    /// The time since which the oldest answer is awaited.
+    /// The time from which the timeout of the oldest answer counts.
     since: Instant,
-    /// Only the last part of the operation time is left. It began at `since`.
-    is_last_part: bool,
-    /// The target went away in good order. Operations without an answer were not done.
+    /// Whether only the grace part of the timeout is left. It began at `since`.
+    is_in_grace: bool,
+    /// Whether the target has sent a farewell. Operations without an answer were not done.
     has_farewell: bool,
     /// The error of operations that are posted after the target went away.
     end_cause: WorkError,
@@ -116,7 +116,7 @@ pub fn connect(
 /// Connects to the target that listens at `address` with a ticket, which has the identity.
 ///
 /// # Errors
-/// If no target listens there, the target refuses the ticket, or it cannot derive its secret.
+/// If no target listens there, the target refuses the ticket, or cannot derive its secret.
 pub fn connect_with_ticket(
     address: SocketAddr,
     ticket: &Ticket,
@@ -171,7 +171,7 @@ impl TcpEndpoint {
         Ok(Self::over(stream, welcome.encrypt.then_some(cipher), welcome, parts))
     }
 
-    /// An endpoint over an open connection.
+    /// Creates an endpoint over an open connection.
     fn over(
         stream: TcpStream,
         cipher: Option<RecordCipher>,
@@ -208,7 +208,7 @@ impl TcpEndpoint {
             reconnecting: None,
             taken_at_break: 0,
             since: Instant::now(),
-            is_last_part: false,
+            is_in_grace: false,
             has_farewell: false,
             end_cause: WorkError::PeerGone,
             broken: false,
@@ -271,7 +271,7 @@ impl TcpEndpoint {
     }
 
     fn put_local(&mut self, local: LocalSlice) {
-        let from = self.local(local).expect("it was checked when it was posted");
+        let from = self.local(local).expect("the slice was checked when the work was posted");
         let (len, room) = (local.len as usize, padded(local.len));
         let at = self.requests.len();
         self.requests.reserve(room);
@@ -331,35 +331,35 @@ impl TcpEndpoint {
         }
     }
 
-    /// Begins to wait for the oldest answer.
+    /// Starts the timeout of the oldest answer.
     fn await_answer(&mut self) {
-        (self.since, self.is_last_part) = (Instant::now(), false);
+        (self.since, self.is_in_grace) = (Instant::now(), false);
     }
 
-    /// Breaks the endpoint if the oldest answer has not come in time.
+    /// Breaks the endpoint if the oldest answer did not arrive in time.
     fn check_time(&mut self) {
         let operation_time = self.options.operation_time;
-        let last_part = operation_time / LAST_PART;
-        let part = if self.is_last_part { last_part } else { operation_time - last_part };
+        let grace = operation_time / TIMEOUT_GRACE_DIVISOR;
+        let part = if self.is_in_grace { grace } else { operation_time - grace };
         if self.since.elapsed() <= part {
             return;
         }
-        if self.is_last_part {
+        if self.is_in_grace {
             self.complete_known();
             self.fail_all(Some(WorkError::Timeout));
         } else {
-            (self.since, self.is_last_part) = (Instant::now(), true);
+            (self.since, self.is_in_grace) = (Instant::now(), true);
         }
     }
 
-    /// Polls for as long as polling pays. Returns false if it is time to sleep.
+    /// Polls before a sleep. Returns false if it is time to sleep.
     fn busy_poll(&mut self) -> bool {
         if self.reconnecting.is_some() {
             return false;
         }
         let mut busy_poll = std::mem::take(&mut self.busy_poll);
         let received = self.received;
-        // Receiving costs no more than asking whether there is input.
+        // Receiving costs no more than a check for input.
         let is_over = busy_poll.poll(|| {
             self.progress();
             !self.done.is_empty()

@@ -1,4 +1,4 @@
-//! Fuzz targets for what the two ends of a connection receive.
+//! Fuzz targets for the bytes that the two ends of a connection receive.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -36,7 +36,7 @@ pub use endpoint::fuzz_target::{handle as handle_answers, seeds as answer_seeds}
 const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(7) };
 /// Bytes of a region without a key table.
 const PLAIN_BYTES: usize = 8192;
-/// The bytes of it that a window opens: for all operations, and for READs.
+/// The bytes of that region that windows open: for all operations, and for READs.
 const WINDOWS: [std::ops::Range<usize>; 2] = [1024..2048, 4096..4160];
 /// Bytes of a region with a key table; its data is the second row.
 const TABLE_REGION_BYTES: usize = 4 << 20;
@@ -190,8 +190,8 @@ impl Fixture {
 /// Serves requests of an initiator twice: at once, and in two parts with other bytes in the memory
 /// that no key opens. The answers must be the same.
 ///
-/// The first byte says where the input is cut, and the next three from where the session is resumed
-/// at the end. Returns whether all requests follow the protocol.
+/// The first byte selects where the input is cut, and the next three from where the session is
+/// resumed at the end. Returns whether all requests follow the protocol.
 ///
 /// # Panics
 /// If a check fails.

@@ -1,14 +1,14 @@
-//! Unfinished handshakes.
+//! Unfinished handshakes, whose number is bounded.
 //!
 //! A peer that sends nothing must not keep others out. So the oldest unfinished handshake is ended
-//! when there are too many: first of the same address, then of all.
+//! at the limit: first of the same address, then of all.
 
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// All unfinished handshakes of a target. One address has at most half of them.
+/// All unfinished handshakes of a target. One address has at most half of the limit.
 #[derive(Clone, Debug)]
 pub(super) struct PendingHandshakes(Arc<Mutex<Handshakes<TcpStream>>>);
 
@@ -60,12 +60,12 @@ impl Drop for PendingHandshake {
 }
 
 impl PendingHandshakes {
-    /// No handshake yet; at most `limit` at a time.
+    /// Creates an empty set of at most `limit` handshakes.
     pub fn new(limit: usize) -> Self {
         Self(Arc::new(Mutex::new(Handshakes::new(limit))))
     }
 
-    /// Counts the handshake of a new connection, and ends another one if there are too many.
+    /// Counts the handshake of a new connection, and ends another one at the limit.
     ///
     /// # Errors
     /// If there is no descriptor.
@@ -73,7 +73,7 @@ impl PendingHandshakes {
         let copy = stream.try_clone()?;
         let (number, displaced) = self.0.lock().begin(address, copy);
         if let Some(displaced) = displaced {
-            tracing::warn!(%address, "ended an unfinished handshake: there are too many");
+            tracing::warn!(%address, "ended an unfinished handshake: their limit is reached");
             // Its thread reads the end and closes the connection. It may just have done so.
             let _ = displaced.shutdown(Shutdown::Both);
         }

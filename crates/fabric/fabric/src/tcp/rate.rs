@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use super::Rate;
 use crate::target::Tenant;
 
-/// The time of which a bucket holds the rate.
-const BURST: Duration = Duration::from_millis(100);
+/// Capacity of a bucket, as the time in which the rate fills it.
+const BURST_TIME: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Copy, Debug)]
 struct TokenBucket {
@@ -28,11 +28,11 @@ impl RateLimiter {
         Self { rate, buckets: HashMap::new() }
     }
 
-    /// Charges a tenant for bytes and operations that were served. Returns how long the tenant must
-    /// be delayed, if at all.
+    /// Charges a tenant for bytes and operations that were served. Returns the time for which the
+    /// tenant must be delayed, if any.
     pub fn charge(&mut self, tenant: Tenant, bytes: u64, operations: u64, now: Instant) -> Option<Duration> {
         let Rate { bytes_per_s, operations_per_s } = self.rate;
-        let full = |rate: Option<u64>| rate.map_or(0.0, |rate| rate as f64 * BURST.as_secs_f64());
+        let full = |rate: Option<u64>| rate.map_or(0.0, |rate| rate as f64 * BURST_TIME.as_secs_f64());
         let (most_bytes, most_operations) = (full(bytes_per_s), full(operations_per_s));
         let bucket = self.buckets.entry(tenant).or_insert(TokenBucket {
             bytes: most_bytes,
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tenant_waits_as_long_as_its_share_takes_and_harms_no_other() {
+    fn a_tenant_above_its_rate_is_delayed_and_no_other() {
         let rate = Rate { bytes_per_s: Some(1_000_000), operations_per_s: None };
         let mut limiter = RateLimiter::new(rate);
         let start = Instant::now();

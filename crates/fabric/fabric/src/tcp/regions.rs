@@ -1,4 +1,4 @@
-//! The regions of a target as its serving threads find them, without a lock.
+//! The regions of a target, which its serving threads look up without a lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
@@ -23,7 +23,7 @@ type TableRange = (u64, u64, usize);
 #[derive(Debug)]
 pub(super) struct SharedRegions {
     slots: Box<[AtomicPtr<RegionMapping>]>,
-    /// Sorted by address.
+    /// The ranges of the key tables, sorted by address.
     tables: Mutex<Arc<[TableRange]>>,
     /// Number of changes of `tables`.
     version: AtomicU64,

@@ -5,7 +5,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::memory::copy;
 
-/// Shorter data is copied, because an entry of the kernel's list costs as much.
+/// Least bytes of data that is borrowed. Copying less costs no more than an entry of the kernel's
+/// list.
 const BORROW_BYTES_MIN: usize = 1024;
 /// Bound of the borrowed ranges in one call.
 const BORROWS_MAX: usize = 64;

@@ -27,9 +27,9 @@ const EVENTS_MAX: usize = 64;
 /// The time for which a stopping target tries to send farewells.
 const FAREWELL_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How many times in a row the most recent connection is polled before all others are.
+/// Most times in a row that the most recent connection is polled before all others are.
 const PREFERRED_MAX: u32 = 8;
-/// How many times in a row a thread with several busy connections polls them without yielding the
+/// Most times in a row that a thread with several busy connections polls them without yielding the
 /// processor.
 const BUSY_TURNS_MAX: u32 = 8;
 
@@ -66,7 +66,7 @@ impl ServeHandle {
         self.wake.wake();
     }
 
-    /// Has the thread send the messages of a session, or close its connection if it is stale.
+    /// Notifies the thread, which sends the messages of a session, or closes a stale connection.
     pub fn notify(&self, peer: &TcpPeer) {
         if !peer.own.is_notified.swap(true, Ordering::SeqCst) {
             self.notified.lock().push(peer.slot);
@@ -107,7 +107,7 @@ pub(super) struct ServeThread {
     /// row.
     is_contended: bool,
     busy_turns: u32,
-    /// Set while the target stops: nothing is received any more, only sent.
+    /// Set while the target stops. Then the thread only sends.
     farewell_until: Option<Instant>,
 }
 
@@ -160,7 +160,7 @@ impl ServeThread {
             connection.begin_turn(&mut self.buffers);
         }
         let mut ready = None;
-        // Receiving costs no more than asking whether there is input.
+        // Receiving costs no more than a check for input.
         let has_input = self.busy_poll.poll(|| {
             if *preferred < PREFERRED_MAX
                 && let Some((at, connection)) = &mut last
@@ -190,8 +190,8 @@ impl ServeThread {
         None
     }
 
-    /// Polls for events that came while others were served. With several busy connections there
-    /// mostly are some, and yielding the processor first would gain nothing.
+    /// Polls for events that arrived while others were served. With several busy connections there
+    /// mostly are some, so the thread does not yield the processor first.
     fn poll_ready_events(&mut self, events: &mut Vec<Event>) -> bool {
         let may_poll = self.is_contended && self.busy_turns < BUSY_TURNS_MAX && self.busy_poll.is_on();
         let has_events = may_poll && epoll_wait(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
@@ -247,7 +247,7 @@ impl ServeThread {
             let at = self.place(slot);
             let Some(Some(connection)) = self.connections.get(at) else { continue };
             let own = &connection.session.peer.own;
-            // Before the messages are read: a later one notifies again.
+            // Cleared before the messages are read, so that a later message notifies again.
             own.is_notified.store(false, Ordering::SeqCst);
             if own.is_stale.swap(false, Ordering::SeqCst) {
                 self.close(at);
@@ -277,7 +277,7 @@ impl ServeThread {
         debug_assert!(self.connections[at].is_none(), "a session has one connection at a time");
         accepted.session.peer.own.is_notified.store(false, Ordering::SeqCst);
         self.connections[at] = Some(Box::new(ServedConnection::new(accepted)));
-        // It has answers or messages to send, perhaps since before its session was parked.
+        // The session may have had answers or messages to send since before it was parked.
         self.serve_connection(at);
     }
 
@@ -312,7 +312,7 @@ impl ServeThread {
                     return;
                 }
             };
-            if connection.session.has_said_bye {
+            if connection.session.is_ended {
                 self.close(at);
                 return;
             }
@@ -351,7 +351,7 @@ impl ServeThread {
         }
         let ServedConnection { socket, session, .. } = *connection;
         drop(socket);
-        if session.has_said_bye {
+        if session.is_ended {
             self.shared.end_session(&session);
         } else {
             self.shared.park(session);
@@ -385,7 +385,7 @@ impl ServeThread {
     }
 }
 
-/// Asks the kernel for events.
+/// Waits for events of epoll.
 fn epoll_wait(
     epoll: &OwnedFd,
     events: &mut Vec<Event>,

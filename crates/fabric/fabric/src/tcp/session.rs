@@ -1,8 +1,8 @@
 //! The target's end of one session: a state machine that parses requests, accesses memory and
 //! produces answers. It does no I/O.
 //!
-//! A session outlives a broken connection for a while. An initiator that resumes it says how many
-//! answers it has, and receives the rest.
+//! A session outlives a broken connection for [`crate::handshake::PARKED_TIMEOUT`]. An initiator
+//! that resumes it sends the number of answers that it has received, and receives the rest.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use crate::target::Identity;
 use crate::unit_map::RegionMemory;
 use crate::work::{Key, WorkError};
 
-/// No further request is served while this many bytes of answers wait to be sent.
+/// Bound of the bytes of answers that wait to be sent. Above it no further request is served.
 pub(super) const ANSWERS_BYTES_MAX: usize = 512 << 10;
 
-/// The peer violated the protocol.
+/// A violation of the protocol by the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct ProtocolViolation(pub &'static str);
 
@@ -69,7 +69,7 @@ pub(super) struct TcpSession {
     /// The most recent answers, as many as an initiator can lack.
     sent_answers: VecDeque<SentAnswer>,
     /// Whether the initiator has ended the session.
-    pub has_said_bye: bool,
+    pub is_ended: bool,
     /// Bytes and requests since the last [`Self::drain_counters`].
     work: (u64, u64),
     tables: TableIndex,
@@ -87,7 +87,7 @@ impl TcpSession {
             next: ParserState::RequestHead,
             done: 0,
             sent_answers: VecDeque::new(),
-            has_said_bye: false,
+            is_ended: false,
             work: (0, 0),
             tables: TableIndex::default(),
             has_written: false,
@@ -151,7 +151,7 @@ impl TcpSession {
     /// ranges were sent.
     pub fn feed(&mut self, input: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         let mut at = 0;
-        while out.len() < ANSWERS_BYTES_MAX && !self.has_said_bye {
+        while out.len() < ANSWERS_BYTES_MAX && !self.is_ended {
             let used = self.step(&input[at..], out)?;
             if used == 0 {
                 break;
@@ -260,7 +260,7 @@ impl TcpSession {
                     return Err(ProtocolViolation("more messages were taken than were sent"));
                 }
             }
-            wire::BYE => self.has_said_bye = true,
+            wire::BYE => self.is_ended = true,
             wire::READ | wire::WRITE | wire::SEND => {
                 return Err(ProtocolViolation("a request is longer than the limits"));
             }
@@ -316,7 +316,7 @@ impl TcpSession {
     /// been invalidated in between.
     fn write_some(&mut self, input: &[u8], out: &mut AnswerBuffer) -> usize {
         let ParserState::Bytes { request, taken, outcome } = &self.next else {
-            unreachable!("the caller looked");
+            unreachable!("the caller has checked that bytes of a WRITE follow");
         };
         let (request, taken, outcome) = (*request, *taken, *outcome);
         let len = request.len.get();

@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt;
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// Data that the peer does not acknowledge for this time breaks the connection.
+/// Longest time for which data may be unacknowledged before the connection breaks.
 const UNACKED_TIME_MAX: Duration = Duration::from_secs(5);
 /// The interval of keep-alive probes on an idle connection.
-const PROBE_EVERY: Duration = Duration::from_secs(2);
+const PROBE_INTERVAL: Duration = Duration::from_secs(2);
 /// Size of the kernel's buffers: a few large transfers.
 const KERNEL_BUFFER_BYTES: usize = 1 << 20;
 
 /// The prefix of congestion control algorithms that delay data by a timer.
 const PACING: &str = "bbr";
-/// The algorithms that replace them, if the system permits.
+/// The algorithms that replace algorithms with pacing, if the system permits.
 const UNPACED: [&str; 2] = ["cubic", "reno"];
 
 /// Connects a socket without pacing.
@@ -38,7 +38,7 @@ pub fn connect_unpaced(address: SocketAddr, timeout: Duration) -> io::Result<Tcp
 /// the timer takes longer than a page over a fast network. Must be called before the socket is
 /// connected, because pacing cannot be disabled later.
 ///
-/// Public for measuring only, as [`connect_unpaced`].
+/// Public for measuring only, like [`connect_unpaced`].
 pub fn avoid_pacing(socket: impl AsFd) {
     let paces = sockopt::tcp_congestion(&socket).is_ok_and(|name| name.starts_with(PACING));
     if paces && !UNPACED.iter().any(|name| sockopt::set_tcp_congestion(&socket, name).is_ok()) {
@@ -54,8 +54,8 @@ pub(super) fn configure(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let fd = stream.as_fd();
     sockopt::set_socket_keepalive(fd, true)?;
-    sockopt::set_tcp_keepidle(fd, PROBE_EVERY)?;
-    sockopt::set_tcp_keepintvl(fd, PROBE_EVERY)?;
+    sockopt::set_tcp_keepidle(fd, PROBE_INTERVAL)?;
+    sockopt::set_tcp_keepintvl(fd, PROBE_INTERVAL)?;
     sockopt::set_tcp_keepcnt(fd, 2)?;
     let unacked_ms = u32::try_from(UNACKED_TIME_MAX.as_millis()).expect("seconds");
     sockopt::set_tcp_user_timeout(fd, unacked_ms)?;
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_chose_stays_if_it_does_not_pace() {
+    fn the_algorithm_of_the_host_stays_if_it_does_not_pace() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         sockopt::set_tcp_congestion(&listener, "reno").unwrap();
         avoid_pacing(&listener);

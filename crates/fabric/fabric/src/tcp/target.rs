@@ -34,8 +34,8 @@ use crate::target::{
 use crate::wake::WakeFd;
 use crate::work::Key;
 
-/// The time for which a stopping target waits for an operation in flight.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// Longest time for which a stopping target waits for an operation in flight.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A target that offers memory over TCP.
 pub struct TcpTarget {
@@ -48,7 +48,7 @@ pub(super) struct TcpShared {
     pub options: TcpOptions,
     pub key: ClusterKey,
     pub control: ControlMemory,
-    /// Every access reads the regions without a lock.
+    /// The regions, which every access reads without a lock.
     pub regions: SharedRegions,
     pub state: Mutex<TcpTargetState>,
     pub inbox: Arc<Inbox>,
@@ -59,7 +59,7 @@ pub(super) struct TcpShared {
     pub limiter: Mutex<RateLimiter>,
     /// Number of admitted initiators that are not yet with their serving thread.
     pub handshakes_in_progress: AtomicUsize,
-    /// Answers messages; without one they are kept for [`Target::receive`].
+    /// The handler of messages. Without one they are kept for [`Target::receive`].
     pub handler: OnceLock<Arc<dyn MessageHandler>>,
 }
 
@@ -77,9 +77,9 @@ pub(super) struct TcpTargetState {
 pub(super) struct TcpPeerState {
     /// Index of the serving thread.
     pub thread: usize,
-    /// Set to have the connection closed, because the initiator has opened another.
+    /// Set when the connection must be closed, because the initiator has opened another.
     pub is_stale: AtomicBool,
-    /// Whether the serving thread was notified and has not looked yet.
+    /// Whether the serving thread was notified and has not read the notification yet.
     pub is_notified: AtomicBool,
     pub counters: SessionCounters,
 }
@@ -161,15 +161,15 @@ impl TcpTarget {
         Ok(())
     }
 
-    /// Has a handler answer all messages from now on, in the threads that serve connections. The
-    /// first handler only counts.
+    /// Installs a handler that answers all further messages in the serving threads. Only the first
+    /// call has an effect.
     ///
     /// [`Target::receive`] then returns no further message.
     pub fn answer_messages(&self, handler: Arc<dyn MessageHandler>) {
         let _ = self.shared.handler.set(handler);
     }
 
-    /// The address at which it listens, with the actual port if port 0 was requested.
+    /// The address at which the target listens, with the actual port if port 0 was requested.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -185,7 +185,7 @@ impl Drop for TcpTarget {
         self.shared.handles.iter().for_each(ServeHandle::wake);
         self.shared.wake.wake();
         for slot in 0..self.shared.control.endpoints() {
-            self.shared.control.drain(slot, Some(FAREWELL));
+            self.shared.control.drain(slot, Some(DRAIN_TIMEOUT));
         }
         for thread in self.threads.drain(..) {
             let ended = thread.join();
@@ -241,7 +241,7 @@ impl TcpShared {
         self.end_parked_if(|session, _| is_fenced(&session.peer));
     }
 
-    /// Ends a session for good.
+    /// Ends a session, which then cannot be resumed.
     pub fn end_session(&self, session: &TcpSession) {
         let mut state = self.lock();
         state.release(&self.control, session);
@@ -260,7 +260,7 @@ impl TcpShared {
         self.wake.wake();
     }
 
-    /// Ends the sessions that were parked for too long.
+    /// Ends the sessions that were parked for longer than the timeout.
     pub fn end_expired(&self) {
         self.end_parked_if(|_, since| since.elapsed() >= PARKED_TIMEOUT);
     }

@@ -29,9 +29,9 @@ pub const BYE: u8 = 7;
 
 /// Answer to the oldest unanswered request. `len` bytes follow if that was a READ.
 pub const ANSWER: u8 = 1;
-/// A message of `len` bytes, which follow.
+/// Message of the target: `len` bytes follow.
 pub const MESSAGE: u8 = 2;
-/// The target goes away in good order, with `value` requests of this session done.
+/// Farewell: the target shuts down, with `value` requests of this session done.
 pub const FAREWELL: u8 = 3;
 
 /// The head of a request.
@@ -55,7 +55,7 @@ pub struct RequestHead {
 }
 
 impl RequestHead {
-    /// Makes a request without address and operand.
+    /// Creates a request without address and operand.
     #[must_use]
     pub fn new(kind: u8, len: u32) -> Self {
         let zero = U64::new(0);
@@ -75,7 +75,7 @@ impl RequestHead {
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
 #[repr(C)]
 pub struct AnswerHead {
-    /// What the head begins.
+    /// The kind: an answer, a message or a farewell.
     pub kind: u8,
     /// The outcome, as a number of [`status`].
     pub status: u8,
@@ -88,7 +88,7 @@ pub struct AnswerHead {
 }
 
 impl AnswerHead {
-    /// Makes the head of an answer.
+    /// Creates the head of an answer.
     #[must_use]
     pub fn new(kind: u8, outcome: Result<u64, WorkError>, len: u32) -> Self {
         Self {

@@ -25,7 +25,7 @@ pub struct RemoteEndpoint {
     stream: RefCell<TcpStream>,
     limits: Limits,
     regions: Vec<Region>,
-    /// By local key. The other machine has memory of the same length.
+    /// The local memories by key. The other machine has memories of the same lengths.
     locals: Vec<(LocalKey, Arc<Memory>)>,
 }
 

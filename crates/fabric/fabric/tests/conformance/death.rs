@@ -31,7 +31,7 @@ pub fn work_after_the_death_of_the_target_fails_then_is_flushed<H: Harness>() {
     busy.post(&increments(remote)).unwrap();
     harness.kill_target();
     for _ in 0..4 {
-        harness.settle();
+        harness.pass_time();
     }
     idle.post(&increments(remote)).unwrap();
     let mut busy = harness.client_of(busy);
@@ -96,7 +96,7 @@ pub fn a_newer_epoch_of_a_host_fences_the_older<H: Harness>() {
     let at_takeover = word();
     let outcomes: Vec<_> = in_flight.wait(4).iter().map(|done| done.outcome).collect();
     let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
-    assert_eq!((done as u64, word()), (at_takeover, at_takeover), "nothing of before takes effect later");
+    assert_eq!((done as u64, word()), (at_takeover, at_takeover), "no earlier operation takes effect");
     assert_eq!(old.add(remote.addr, remote.key, 1), Err(WorkError::Fenced));
     assert!(harness.connect(WHO).is_err());
     assert_eq!(other.add(remote.addr, remote.key, 1), Ok(at_takeover), "other hosts continue");

@@ -30,8 +30,8 @@ pub trait Harness: Sized {
     fn start() -> Self;
     fn target(&self) -> &dyn Target;
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
-    /// Lets time pass.
-    fn settle(&self) {
+    /// Waits, or plays an event of the simulation.
+    fn pass_time(&self) {
         std::thread::yield_now();
     }
     fn kill_target(&mut self);
@@ -74,7 +74,7 @@ impl<H: Harness> SuiteClient<'_, H> {
         while done.len() < count {
             let wanted = count - done.len();
             self.endpoint.poll(&mut done, wanted);
-            self.harness.settle();
+            self.harness.pass_time();
         }
         done
     }

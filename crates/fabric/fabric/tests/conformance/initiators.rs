@@ -17,7 +17,7 @@ use aquifer_fabric_verbs as verbs;
 const KEY: ClusterKey = ClusterKey([7; 32]);
 
 fn main() {
-    let listener =
-        TcpListener::bind(std::env::var("AQUIFER_INITIATORS").expect("an address")).expect("it is free");
+    let listener = TcpListener::bind(std::env::var("AQUIFER_INITIATORS").expect("an address"))
+        .expect("the address is free");
     afar::initiator::serve(&listener, |address, who| verbs::connect(address, &KEY, who));
 }

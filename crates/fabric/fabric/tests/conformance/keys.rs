@@ -73,12 +73,12 @@ pub fn foreign_keys_are_refused<H: Harness>() {
     assert_eq!(own.read(base, region.key, 8), Ok(8));
     assert_eq!(other_tenant.read(base, region.key, 8), REFUSED);
     assert_eq!(other_tenant.add(base, region.key, 1), REFUSED);
-    assert_eq!(other_host.read(base, region.key, 8), Ok(8), "its tenant may");
+    assert_eq!(other_host.read(base, region.key, 8), Ok(8), "the tenant may read");
     assert_eq!(own.read(base, for_host, 8), Ok(8));
-    assert_eq!(other_tenant.read(base, for_host, 8), Ok(8), "its host may");
+    assert_eq!(other_tenant.read(base, for_host, 8), Ok(8), "the host may read");
     assert_eq!(other_host.read(base, for_host, 8), REFUSED);
     assert_eq!(own.endpoint.regions()[0].key, region.key);
-    assert_eq!(other_tenant.endpoint.regions(), [], "it does not learn of what it may not use");
+    assert_eq!(other_tenant.endpoint.regions(), [], "regions of others are not announced");
 }
 
 pub fn forged_keys_are_refused<H: Harness>() {
@@ -188,7 +188,7 @@ pub fn a_table_opens_runs_to_tenants<H: Harness>() {
             assert_eq!(client.read(addr, Key(key.0 ^ 1), 8), REFUSED, "another key");
             assert_eq!(client.read(addr, Key::of_run(class ^ 1, 0x5a5_a5a5), 8), REFUSED, "another length");
             assert_eq!(client.read(region.base, key, 8), REFUSED, "the table itself");
-            assert_eq!(client.read(addr, region.key, 8), REFUSED, "the region's key opens what is before");
+            assert_eq!(client.read(addr, region.key, 8), REFUSED, "the region's key opens no data");
             assert_eq!(client.read(data + 2 * ROW, key, 8), REFUSED);
         }
         if class < 9 {
@@ -232,7 +232,7 @@ pub fn expel_ends_accesses_by_revoked_keys<H: Harness>() {
         assert_eq!(new.read(addr, theirs, 4096), Ok(4096));
         let mut found = [9; 4096];
         new.memory.read(0, &mut found);
-        assert!(found == [0; 4096], "turn {turn}: what the old owner wrote is seen by the new one");
+        assert!(found == [0; 4096], "turn {turn}: the new owner reads bytes of the old one");
         place.store(0, Ordering::SeqCst);
         harness.target().expel(addr..addr + ROW);
     }
@@ -254,7 +254,7 @@ pub fn a_table_must_fit_its_region<H: Harness>() {
         let refused = harness.target().register_as(Registration { table: Some(table.clone()), ..plain });
         assert!(matches!(refused, Err(TargetError::BadTable { .. })), "{table:?}");
     }
-    assert!(harness.target().register(memory, Access::ALL, Scope::Anyone).is_ok(), "nothing was taken up");
+    assert!(harness.target().register(memory, Access::ALL, Scope::Anyone).is_ok(), "no slot is in use");
 }
 
 pub fn unregistered_local_memory_is_refused<H: Harness>() {

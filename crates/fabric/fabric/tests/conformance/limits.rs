@@ -25,7 +25,7 @@ pub fn the_queue_is_bounded<H: Harness>() {
     assert_eq!(client.endpoint.post(&batch[..depth]), Ok(()));
     client.wait(depth);
     let word = memory.atomic_u64(0).load(std::sync::atomic::Ordering::SeqCst);
-    assert_eq!(word, 2 * depth as u64 + 2, "what was not accepted was not done");
+    assert_eq!(word, 2 * depth as u64 + 2, "operations that were not accepted were not done");
 }
 
 pub fn long_transfers_are_refused<H: Harness>() {
@@ -63,12 +63,12 @@ pub fn endpoints_are_bounded_and_their_slots_reused<H: Harness>() {
     }
 }
 
-/// Connects as soon as there is room: the target notices a hang-up only a moment later.
+/// Connects as soon as there is room: the target detects a hang-up with a delay.
 fn client_when_there_is_room<H: Harness>(harness: &H) -> SuiteClient<'_, H> {
     loop {
         match harness.connect(WHO) {
             Ok(endpoint) => return harness.client_of(endpoint),
-            Err(EndpointError::Refused { .. }) => harness.settle(),
+            Err(EndpointError::Refused { .. }) => harness.pass_time(),
             Err(other) => panic!("{other}"),
         }
     }

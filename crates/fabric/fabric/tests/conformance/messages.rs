@@ -33,7 +33,7 @@ pub fn messages_go_both_ways_in_order<H: Harness>() {
     let mut out = Vec::new();
     for _ in 0..2 {
         while !one.endpoint.receive(&mut out) {
-            harness.settle();
+            harness.pass_time();
         }
     }
     assert_eq!(out, b"to oneagain");
@@ -42,7 +42,7 @@ pub fn messages_go_both_ways_in_order<H: Harness>() {
     assert_eq!(target.send(HOST, b"both"), 2);
     for client in [&mut one, &mut same_host] {
         while !client.endpoint.receive(&mut out) {
-            harness.settle();
+            harness.pass_time();
         }
     }
 }
@@ -65,7 +65,7 @@ pub fn the_receiver_is_bounded<H: Harness>() {
         assert_eq!(target.send(HOST, b"news"), 0);
         for _ in 0..LIMITS.receive_depth {
             while !client.endpoint.receive(&mut Vec::new()) {
-                harness.settle();
+                harness.pass_time();
             }
         }
         assert!(!client.endpoint.receive(&mut Vec::new()));
@@ -97,7 +97,7 @@ pub fn messages_outlive_their_sender<H: Harness>() {
 pub fn a_reply_reaches_the_endpoint_that_asked<H: Harness>() {
     let harness = H::start();
     let target = harness.target();
-    // Of one host and tenant: only their numbers differ.
+    // The endpoints are of one host and tenant. Only their numbers differ.
     let (mut one, mut two) = (harness.client(WHO), harness.client(WHO));
     assert_eq!((two.send(b"from two"), one.send(b"from one")), (Ok(8), Ok(8)));
     let (second, message) = receive_from(target).unwrap();
@@ -108,15 +108,15 @@ pub fn a_reply_reaches_the_endpoint_that_asked<H: Harness>() {
     for (client, expected) in [(&mut two, b"to two"), (&mut one, b"to one")] {
         let mut out = Vec::new();
         while !client.endpoint.receive(&mut out) {
-            harness.settle();
+            harness.pass_time();
         }
         assert_eq!(&out, expected);
         assert!(!client.endpoint.receive(&mut out), "the reply to the other one");
-        // A later message: by now the target knows that the reply was taken.
+        // After this message the target knows that the reply was taken.
         assert_eq!(client.send(b"taken"), Ok(5));
         assert!(receive_from(target).is_some());
     }
-    assert!(!target.reply(first.endpoint, &[1; 513]), "it is too long");
+    assert!(!target.reply(first.endpoint, &[1; 513]), "the message is too long");
     for _ in 0..LIMITS.receive_depth {
         assert!(target.reply(first.endpoint, b"x"));
     }
@@ -124,7 +124,7 @@ pub fn a_reply_reaches_the_endpoint_that_asked<H: Harness>() {
     assert!(target.reply(second.endpoint, b"x"), "another endpoint has room");
     assert!(!target.reply(EndpointNumber(u64::MAX), b"x"), "there is no such endpoint");
     target.fence(HOST, WHO.epoch);
-    assert!(!target.reply(second.endpoint, b"x"), "it is fenced");
+    assert!(!target.reply(second.endpoint, b"x"), "the endpoint is fenced");
 }
 
 pub fn numbers_of_endpoints_are_never_reused<H: Harness>() {
@@ -137,11 +137,11 @@ pub fn numbers_of_endpoints_are_never_reused<H: Harness>() {
         let (from, _) = receive_from(target).unwrap();
         assert!(!numbers.contains(&from.endpoint));
         drop(client);
-        // The target notices the end of a connection only a moment later.
+        // The target detects the end of a connection with a delay.
         while target.endpoints() > 0 {
-            harness.settle();
+            harness.pass_time();
         }
-        assert!(!target.reply(from.endpoint, b"x"), "it is gone");
+        assert!(!target.reply(from.endpoint, b"x"), "the endpoint is gone");
         numbers.push(from.endpoint);
     }
 }

@@ -16,7 +16,7 @@ mod providers;
 mod regions;
 mod waiting;
 
-/// The suite, and the tests of what only targets in software do.
+/// The suite, and the tests of functions that only software targets have.
 macro_rules! soft_conformance {
     ($harness:ty) => {
         conformance!($harness);

@@ -11,7 +11,7 @@ use super::harness::{Harness, WHO, signalled};
 const REFUSED: Result<u64, WorkError> = Err(WorkError::RemoteAccess);
 const UNIT: u64 = 8192;
 const UNITS: u64 = 8;
-/// Shorter than the region: not every unit has bytes of its own.
+/// Bytes of the memory, which is shorter than the region: not every unit has bytes of its own.
 const MEMORY_BYTES: usize = 5 * 8192;
 
 /// A movable region of whose units the first three have bytes: at 1, 3 and 0 units of the memory.
@@ -85,12 +85,12 @@ pub fn units_that_are_not_there_are_refused<H: Harness>() {
     }
     assert_eq!(client.read(region.base + region.len, region.key, 8), REFUSED);
     assert_eq!(client.read(region.base + region.len - 8, region.key, 8), REFUSED);
-    // Of this unit the memory has only the first bytes.
+    // The memory has only the first bytes of this unit.
     map.store(3, Some(4 * UNIT + 4096));
     assert_eq!(client.read(third, region.key, 8), Ok(8));
     assert_eq!(client.read(third + UNIT - 4096 - 4, region.key, 8), REFUSED);
     assert_eq!(client.read(third + UNIT - 8, region.key, 8), REFUSED);
-    // The last unit of the memory, at a multiple of 4096 that is none of the unit.
+    // The last unit of the memory, at a multiple of 4096 that is no multiple of the unit.
     map.store(3, Some(3 * UNIT + 4096));
     memory.write(at(3 * UNIT + 4096), b"the last");
     assert_eq!(client.read(third, region.key, 8), Ok(8));
@@ -151,7 +151,7 @@ pub fn reads_of_a_batch_find_memory_in_order<H: Harness>() {
                 let short = Verb::Read { local: client.slice(4096, 8), remote: remote(4096) };
                 client.run(&[signalled(1, long), signalled(2, short)]);
                 let word = |offset| client.memory.atomic_u64(offset).load(Ordering::SeqCst);
-                // What the first READ found was written after the word that the second one finds.
+                // The word that the first READ finds is written after the word of the second READ.
                 disorder += u32::from(word(4096) < word(2040));
             }
         }

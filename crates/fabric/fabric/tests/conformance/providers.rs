@@ -42,7 +42,7 @@ impl Harness for ShmHarness {
     }
 }
 
-/// TCP, encrypted if `SEALED`.
+/// Harness of TCP, encrypted if `SEALED`.
 pub struct TcpHarness<const SEALED: bool> {
     target: Option<TcpTarget>,
     address: std::net::SocketAddr,
@@ -77,16 +77,16 @@ impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
     }
 }
 
-/// Endpoints that share one with another user, over TCP.
+/// Harness of multiplexed endpoints over TCP.
 pub struct MultiplexedHarness {
     target: Option<TcpTarget>,
     address: std::net::SocketAddr,
 }
 
-/// Users of one endpoint.
+/// Number of users of one endpoint.
 const USERS: usize = 2;
 
-/// An endpoint beside which another user has its own.
+/// An endpoint of one user, and that of another user of the same multiplexer.
 #[derive(Debug)]
 struct Neighbours {
     endpoint: MultiplexedEndpoint,
@@ -172,7 +172,7 @@ impl Harness for SimHarness {
         self.fabric.connect(self.target.node(), who)
     }
 
-    fn settle(&self) {
+    fn pass_time(&self) {
         self.fabric.step();
     }
 

@@ -53,7 +53,7 @@ pub fn endpoints_use_regions_that_are_registered_later<H: Harness>() {
     assert_eq!(client.write(region.base + ROW, key, 64), Ok(64));
     assert_eq!(foreign.read(region.base + ROW, key, 64), REFUSED);
     assert_eq!(client.read(region.base, region.key, 64), REFUSED);
-    assert_eq!(client.endpoint.regions(), [], "those that it had when it connected");
+    assert_eq!(client.endpoint.regions(), [], "the regions at the time of connecting");
 }
 
 pub fn a_removed_region_is_open_to_no_key<H: Harness>() {
@@ -124,7 +124,7 @@ pub fn slots_of_regions_are_reused_with_fresh_keys<H: Harness>() {
             assert_eq!(client.read(region.base, region.key, 2), Ok(2));
             let mut seen = [0; 2];
             client.memory.read(0, &mut seen);
-            assert_eq!(seen, [round, at], "it is the memory of this registration");
+            assert_eq!(seen, [round, at], "the READ finds the memory of this registration");
         }
         for old in stale.iter().rev().take(4 * REGIONS_MAX) {
             assert_eq!(client.read(old.base, old.key, 2), REFUSED, "{old:?}");

@@ -49,7 +49,7 @@ fn pages_move_under_an_open_window_and_its_key_stays() {
     assert_eq!(client.add(region.base + 16384, key, 5), Ok(u64::from_ne_bytes([2; 8])));
     let mut bytes = [0; PIECE as usize];
     memory.read(usize::try_from(HALF).unwrap() + 8192, &mut bytes);
-    assert_eq!(bytes, [3; PIECE as usize], "it went to the new pages");
+    assert_eq!(bytes, [3; PIECE as usize], "the WRITE went to the new pages");
     let word = memory.atomic_u64(usize::try_from(HALF).unwrap() + 16384).load(Ordering::SeqCst);
     assert_eq!(word, u64::from_ne_bytes([2; 8]) + 5);
     for at in [8192, 16384] {
@@ -108,7 +108,7 @@ fn reads_and_writes_succeed_while_pages_move() {
 }
 
 #[test]
-fn what_cannot_be_moved_is_refused() {
+fn invalid_remaps_are_refused() {
     let harness = VerbsHarness::start();
     let (_memory, region, _key) = halves(&harness);
     let (_fixed_memory, fixed) = harness.region(Access::ALL, Scope::Anyone);

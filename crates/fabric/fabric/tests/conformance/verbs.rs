@@ -118,7 +118,11 @@ fn a_device_enforces_windows_against_hostile_initiators() {
     endpoint.skip_local_checks();
     let mut client = harness.client_of(Box::new(endpoint));
     assert_eq!(client.read(range.start, key, 64), Ok(64));
-    assert_eq!(client.write(range.start, key, 64), Err(WorkError::RemoteAccess), "it may only be read");
+    assert_eq!(
+        client.write(range.start, key, 64),
+        Err(WorkError::RemoteAccess),
+        "the window is for READ only"
+    );
     assert_eq!(client.read(range.start, key, 64), Ok(64));
     let is_soft = verbs::devices().is_ok_and(|found| found.iter().any(|caps| caps.name.starts_with(SOFT)));
     for addr in [range.end, range.start - 64, range.end - 32] {

@@ -1,4 +1,4 @@
-//! Owners that wait for messages.
+//! Tests of owners that wait for messages.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ pub fn a_waiting_target_is_woken_by_a_message<H: Harness + Sync>() {
             assert_eq!(client.send(&[round]), Ok(1));
             let mut out = Vec::new();
             while !client.endpoint.receive(&mut out) {
-                harness.settle();
+                harness.pass_time();
             }
             assert_eq!(out, [round]);
         }

@@ -44,7 +44,7 @@ fn tail(name: &str) -> u32 {
 
 fn exactly(stream: &mut TcpStream, count: usize) -> Vec<u8> {
     let mut bytes = vec![0; count];
-    stream.read_exact(&mut bytes).expect("it was sent");
+    stream.read_exact(&mut bytes).expect("the bytes were sent");
     bytes
 }
 
@@ -54,10 +54,10 @@ fn exactly(stream: &mut TcpStream, count: usize) -> Vec<u8> {
 fn golden_requests_and_answers() {
     let mut golden = golden!("tcp");
     let listener = TcpListener::bind("127.0.0.1:0").expect("there are ports");
-    let address = listener.local_addr().expect("it is bound");
+    let address = listener.local_addr().expect("the listener is bound");
     let endpoint = std::thread::spawn(move || {
         let options =
-            ConnectOptions { encrypt: false, operation_time: PATIENCE, ..ConnectOptions::default() };
+            ConnectOptions { encrypt: false, operation_time: TEST_TIMEOUT, ..ConnectOptions::default() };
         let mut endpoint = tcp::connect(address, &KEY, WHO, options).expect("the target is played");
         let memory = Arc::new(Memory::create("local", 4096).unwrap());
         memory.write(64, b"hello");
@@ -73,8 +73,9 @@ fn golden_requests_and_answers() {
         (outcomes, message, read)
     });
     let (stream, _) = listener.accept().expect("the endpoint connects");
-    let mut secured = secure::respond(stream, &KEY).expect("it has the key");
-    let parsed = hello::parse_hello(&secured.receive().expect("a message arrives")).expect("it is a hello");
+    let mut secured = secure::respond(stream, &KEY).expect("the peer has the key");
+    let parsed =
+        hello::parse_hello(&secured.receive().expect("a message arrives")).expect("the message is a hello");
     assert_eq!(parsed, Hello { who: WHO, encrypt: false, resume: None });
     let welcome = Welcome {
         session: [9; 16],
@@ -83,7 +84,7 @@ fn golden_requests_and_answers() {
         limits: Limits::default(),
         regions: vec![region()],
     };
-    secured.send(&hello::encode_reply(&Reply::Welcome(welcome))).expect("it waits");
+    secured.send(&hello::encode_reply(&Reply::Welcome(welcome))).expect("the endpoint waits");
     let (mut stream, _) = secured.into_parts();
     let answers: [(&[u8], AnswerHead); 5] = [
         (b"", AnswerHead::new(1, Ok(0), 0)),
@@ -97,14 +98,20 @@ fn golden_requests_and_answers() {
         let request = exactly(&mut stream, REQUEST_BYTES + padded(tail(name)));
         golden.bytes(name, &request);
         requests.push((name, request));
-        stream.write_all(answer.as_bytes()).and_then(|()| stream.write_all(bytes)).expect("it waits");
+        stream
+            .write_all(answer.as_bytes())
+            .and_then(|()| stream.write_all(bytes))
+            .expect("the endpoint waits");
     }
     let message = AnswerHead::new(2, Ok(0), 6);
     golden.bytes("message", &[message.as_bytes(), b"hello!\0\0"].concat());
-    stream.write_all(message.as_bytes()).and_then(|()| stream.write_all(b"hello!\0\0")).expect("it waits");
+    stream
+        .write_all(message.as_bytes())
+        .and_then(|()| stream.write_all(b"hello!\0\0"))
+        .expect("the endpoint waits");
     golden.bytes("CREDIT", &exactly(&mut stream, REQUEST_BYTES));
     golden.bytes("BYE", &exactly(&mut stream, REQUEST_BYTES));
-    let (outcomes, message, read) = endpoint.join().expect("it ended well");
+    let (outcomes, message, read) = endpoint.join().expect("the endpoint's thread does not panic");
     assert_eq!(outcomes[2..], [Ok(0), Ok(0x5152_5354_5556_5758), Err(WorkError::ReceiverNotReady)]);
     assert!(outcomes[0].is_ok() && outcomes[1].is_ok());
     assert_eq!((&message[..], &read), (&b"hello!"[..], b"0123456789abc"));
@@ -137,27 +144,28 @@ use aquifer_fabric::tcp::wire::RequestHead;
 /// message of the target and its farewell.
 fn send_to_a_target(golden: &mut aquifer_tests_support::Golden, requests: &[(&str, Vec<u8>)]) {
     let (target, _, region) = node(TcpOptions::default());
-    let stream = TcpStream::connect(target.address()).expect("it listens");
-    let mut secured = secure::initiate(stream, &KEY).expect("it has the key");
+    let stream = TcpStream::connect(target.address()).expect("the target listens");
+    let mut secured = secure::initiate(stream, &KEY).expect("the peer has the key");
     let hello = Hello { who: WHO, encrypt: false, resume: None };
-    secured.send(&hello::encode_hello(&hello)).expect("it listens");
-    let reply = hello::parse_reply(&secured.receive().expect("it answers")).expect("it is a reply");
+    secured.send(&hello::encode_hello(&hello)).expect("the target listens");
+    let reply =
+        hello::parse_reply(&secured.receive().expect("the target answers")).expect("the message is a reply");
     assert!(matches!(reply, Reply::Welcome(_)), "{reply:?}");
     let (mut stream, _) = secured.into_parts();
     for (name, request) in requests {
         let mut request = request.clone();
-        let (head, _) = RequestHead::mut_from_prefix(&mut request).expect("it has a head");
+        let (head, _) = RequestHead::mut_from_prefix(&mut request).expect("the request has a head");
         if *name != "SEND" {
             head.addr = (head.addr.get() - BASE + region.base).into();
             head.key = region.key.0.into();
         }
-        stream.write_all(&request).expect("it listens");
+        stream.write_all(&request).expect("the target listens");
         let bytes = if *name == "READ" { padded(13) } else { 0 };
         golden.bytes(&format!("answer to {name}"), &exactly(&mut stream, ANSWER_BYTES + bytes));
     }
     let mut wrong = RequestHead::new(1, 8);
     wrong.addr = region.base.into();
-    stream.write_all(wrong.as_bytes()).expect("it listens");
+    stream.write_all(wrong.as_bytes()).expect("the target listens");
     golden.bytes("answer to a READ with key 0", &exactly(&mut stream, ANSWER_BYTES));
     assert_eq!(target.send(WHO.host, b"from the target"), 1);
     golden.bytes("message of a target", &exactly(&mut stream, ANSWER_BYTES + padded(15)));

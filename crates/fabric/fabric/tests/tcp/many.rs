@@ -21,7 +21,7 @@ const IDLE_BYTES_MAX: usize = 32 << 10;
 /// Bytes that each connection reads before it is idle.
 const READ_BYTES: u32 = 100_000;
 
-/// Permits this process as many descriptors. Returns false if the system refuses.
+/// Permits this process `count` descriptors. Returns false if the system refuses.
 fn raise_descriptors(count: u64) -> bool {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raise = |maximum| setrlimit(Resource::Nofile, Rlimit { current: Some(count), maximum });
@@ -54,7 +54,7 @@ impl PlainConnection {
         self.0.write_all(&[request.as_bytes(), data].concat()).unwrap();
         let mut answer = vec![0; ANSWER_BYTES + answer_bytes];
         self.0.read_exact(&mut answer).unwrap();
-        assert_eq!(answer[1], 0, "it is done");
+        assert_eq!(answer[1], 0, "the request is done");
         answer
     }
 
@@ -139,7 +139,7 @@ fn a_tenant_cannot_take_all_endpoints() {
         Err(EndpointError::Refused { refusal, .. }) => refusal,
         other => panic!("{:?}", other.map(|_| ())),
     };
-    assert_eq!(refusal.code, RefusalCode::NoRoom, "its memory is intact");
+    assert_eq!(refusal.code, RefusalCode::NoRoom, "the target's memory is intact");
     assert_eq!(refusal.reason, "tenant 9 has 2 endpoints already, which is its limit");
     let _other = try_client(target.address(), Identity { tenant: Tenant(10), ..WHO }).unwrap();
     drop(first);

@@ -1,4 +1,4 @@
-//! Tests of what only a network does: broken connections, stalled peers, hostile peers.
+//! Tests of TCP connections: broken connections, stalled peers, hostile peers.
 
 mod golden;
 mod many;
@@ -39,21 +39,21 @@ struct TcpClient {
     local: LocalKey,
 }
 
-/// The timeout for anything that must end, even on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Timeout of each wait of a test, long enough for the slowest machine.
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn try_client(address: SocketAddr, who: Identity) -> Result<TcpClient, EndpointError> {
-    try_patient_client(address, who, ConnectOptions::default().reconnect_time)
+    try_client_reconnecting_for(address, who, ConnectOptions::default().reconnect_time)
 }
 
-fn try_patient_client(
+fn try_client_reconnecting_for(
     address: SocketAddr,
     who: Identity,
     reconnect_time: Duration,
 ) -> Result<TcpClient, EndpointError> {
     let options = ConnectOptions {
         encrypt: false,
-        operation_time: PATIENCE,
+        operation_time: TEST_TIMEOUT,
         reconnect_time,
         ..ConnectOptions::default()
     };
@@ -190,7 +190,7 @@ fn deep_queues_of_long_transfers_arrive_whole() {
 }
 
 #[test]
-fn a_tenant_gets_its_share_and_no_more() {
+fn a_tenant_is_limited_to_its_rate() {
     let rate = Rate { bytes_per_s: None, operations_per_s: Some(2000) };
     let (target, _, region) = node(TcpOptions { rate, threads: 2, ..TcpOptions::default() });
     let (mut greedy, mut modest) = (client(target.address()), None);
@@ -213,7 +213,7 @@ fn a_tenant_gets_its_share_and_no_more() {
 /// While one endpoint keeps the target busy, an operation of another waits only for those before
 /// it.
 #[test]
-fn a_flood_passes_others_by() {
+fn a_flood_of_one_endpoint_delays_no_other() {
     const OPERATIONS: usize = 200;
     let (target, _, region) = node(TcpOptions::default());
     let mut modest = try_client(target.address(), Identity { tenant: Tenant(10), ..WHO }).unwrap();
@@ -259,7 +259,7 @@ fn a_flood_passes_others_by() {
 }
 
 #[test]
-fn what_was_done_is_counted_for_each_tenant() {
+fn operations_and_bytes_are_counted_by_tenant() {
     let (target, _, region) = node(TcpOptions { threads: 2, ..TcpOptions::default() });
     assert_eq!((target.endpoints(), target.tenant_counters()), (0, vec![]));
     let remote = RemoteAddr { addr: region.base, key: region.key };
@@ -315,7 +315,7 @@ fn a_handler_answers_the_endpoint_that_asked() {
     const ROUNDS: u32 = 200;
     let (target, _memory, _region) = node(TcpOptions::default());
     target.answer_messages(Arc::new(Echo));
-    // Of the same host: only the one that asks gets the answer.
+    // Both endpoints are of one host. Only the endpoint that asks receives the answer.
     let (mut asking, mut other) = (client(target.address()), client(target.address()));
     for round in 0..ROUNDS {
         let text = round.to_le_bytes();

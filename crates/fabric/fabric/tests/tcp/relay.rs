@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{Completion, RemoteAddr, Target, Verb, Work, WorkError};
 
-use super::{PATIENCE, WHO, client, node, try_patient_client};
+use super::{TEST_TIMEOUT, WHO, client, node, try_client_reconnecting_for};
 
-/// Forwards connections to an address. While it is rough, each connection is cut after some bytes.
+/// Forwards connections to an address. In rough mode, each connection is cut after some bytes.
 pub struct Relay {
     pub address: SocketAddr,
     rough: Arc<AtomicBool>,
@@ -81,8 +81,8 @@ impl Relay {
                                 break;
                             }
                         }
-                        // The end that closed sends no more. The other end must still read what was
-                        // sent, and then closes, too.
+                        // The end that closed sends no more. The other end must still read the
+                        // bytes that were sent, and then closes, too.
                         let _ = sink.shutdown(if is_cut { Shutdown::Both } else { Shutdown::Write });
                         if is_cut {
                             let _ = source.shutdown(Shutdown::Both);
@@ -115,7 +115,7 @@ fn broken_connections_lose_and_double_nothing() {
     const CUTS_MIN: u64 = 10;
     let (target, memory, region) = node(TcpOptions::default());
     let relay = Relay::start(target.address());
-    let mut client = try_patient_client(relay.address, WHO, PATIENCE).unwrap();
+    let mut client = try_client_reconnecting_for(relay.address, WHO, TEST_TIMEOUT).unwrap();
     relay.set_rough(true);
     let remote = |addr: u64| RemoteAddr { addr: region.base + addr, key: region.key };
     let cuts = || relay.cuts.load(Ordering::SeqCst);
@@ -150,8 +150,8 @@ fn broken_connections_lose_and_double_nothing() {
         exchange(&target, &mut client, round);
     }
     assert_eq!(memory.atomic_u64(0).load(Ordering::SeqCst), rounds * 20);
-    assert!(cuts() > CUTS_MIN, "the wire hardly broke");
-    assert_eq!(target.endpoints(), 1, "it was one session all along");
+    assert!(cuts() > CUTS_MIN, "the connections were cut {} times only", cuts());
+    assert_eq!(target.endpoints(), 1, "the session was never replaced");
 }
 
 /// A sent message arrives once, and so does its answer.
@@ -163,7 +163,7 @@ fn exchange(target: &TcpTarget, client: &mut super::TcpClient, round: u64) {
     assert_eq!(target.send(WHO.host, &message), 1);
     let mut answer = Vec::new();
     while !client.endpoint.receive(&mut answer) {
-        // An idle endpoint notices the broken connection when it is used.
+        // An idle endpoint detects the broken connection when it is used.
         let _ = client.endpoint.poll(&mut Vec::<Completion>::new(), 1);
         std::thread::yield_now();
     }
@@ -179,10 +179,10 @@ fn drained_operations_do_not_take_effect() {
         let mut client = client(relay.address);
         let add = Verb::FetchAdd { remote: RemoteAddr { addr: region.base, key: region.key }, add: 1 };
         assert_eq!(client.one(add), Ok(0));
-        assert!(client.endpoint.drain_handle().is_none(), "all is answered");
+        assert!(client.endpoint.drain_handle().is_none(), "all operations are answered");
         relay.held.store(1, Ordering::SeqCst);
         client.endpoint.post(&[Work { id: 1, verb: add, signalled: true }]).unwrap();
-        let mut drain = client.endpoint.drain_handle().expect("it is not answered");
+        let mut drain = client.endpoint.drain_handle().expect("an operation is not answered");
         drop(client);
         if is_ended {
             drain.drain().expect("the target answers");
@@ -206,12 +206,12 @@ fn a_target_that_is_gone_is_not_waited_for() {
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::PeerGone));
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::Flushed));
     assert!(client.endpoint.is_broken());
-    let mut drain = client.endpoint.drain_handle().expect("its outcome is unknown");
+    let mut drain = client.endpoint.drain_handle().expect("the outcome of an operation is unknown");
     drain.drain().expect("the target is gone");
 }
 
-/// A host that is fenced while its connection is broken gets that error, also for operations that
-/// it posts afterwards.
+/// A host that is fenced while its connection is broken receives that error, also for operations
+/// that it posts afterwards.
 #[test]
 fn a_fence_is_distinguished_from_a_broken_connection() {
     for is_idle in [false, true] {
@@ -227,7 +227,7 @@ fn a_fence_is_distinguished_from_a_broken_connection() {
         target.fence(WHO.host, WHO.epoch);
         relay.cut();
         relay.held.store(0, Ordering::SeqCst);
-        // An idle endpoint notices the broken connection when its user waits.
+        // An idle endpoint detects the broken connection when its user waits.
         while is_idle && !client.endpoint.is_broken() {
             client.endpoint.wait(std::time::Duration::from_millis(1));
             assert_eq!(client.endpoint.poll(&mut Vec::<Completion>::new(), 1), 0);
@@ -238,9 +238,9 @@ fn a_fence_is_distinguished_from_a_broken_connection() {
 }
 
 /// A machine that vanished does not even refuse connections. While the endpoint reconnects, its
-/// thread can do other things.
+/// thread is not blocked.
 #[test]
-fn a_target_that_says_nothing_keeps_no_thread() {
+fn an_unresponsive_target_blocks_no_thread() {
     const POLLS_MIN: u32 = 20;
     let (target, _, region) = node(TcpOptions::default());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -262,7 +262,7 @@ fn a_target_that_says_nothing_keeps_no_thread() {
                 let _ = end.shutdown(Shutdown::Both);
             }
             let _ends = pumps.map(|pump| pump.join());
-            // It listens, and answers no connection.
+            // The listener accepts no further connection.
             listener
         }
     });
@@ -280,6 +280,6 @@ fn a_target_that_says_nothing_keeps_no_thread() {
         client.endpoint.wait(std::time::Duration::from_millis(5));
     }
     assert_eq!(done[0].outcome, Err(WorkError::PeerGone));
-    assert!(polls >= POLLS_MIN, "the thread was kept: {polls} polls");
+    assert!(polls >= POLLS_MIN, "the thread was blocked: {polls} polls");
     assert!(client.endpoint.is_broken());
 }

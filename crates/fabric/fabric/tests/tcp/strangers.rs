@@ -24,7 +24,7 @@ fn hostile_host(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     secured.send(&encode_hello(&Hello { who: WHO, encrypt: false, resume: None })).unwrap();
     parse_reply(&secured.receive().unwrap()).unwrap();
     let (mut stream, _) = secured.into_parts();
-    // The target may hang up before it has read all of it.
+    // The target may hang up before it has read all bytes.
     let _ = stream.write_all(bytes);
     stream
 }
@@ -58,7 +58,7 @@ fn a_protocol_violation_closes_only_its_own_connection() {
         vec![0xff; 100_000],
     ];
     for (round, bytes) in nonsense.iter().enumerate() {
-        assert!(is_closed_by_target(hostile_host(target.address(), bytes)), "round {round} was borne");
+        assert!(is_closed_by_target(hostile_host(target.address(), bytes)), "round {round} was accepted");
         assert_eq!(good.one(Verb::FetchAdd { remote, add: 1 }), Ok(round as u64));
     }
 }
@@ -129,7 +129,7 @@ fn a_replayed_handshake_fails() {
     stream.write_all(&recorded).unwrap();
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
-    assert!(answer.len() < 200, "it was answered with {} bytes", answer.len());
+    assert!(answer.len() < 200, "the target answered with {} bytes", answer.len());
     assert_eq!(target.endpoints(), before);
 }
 

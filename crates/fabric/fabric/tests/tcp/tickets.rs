@@ -26,7 +26,7 @@ fn clock() -> Arc<AtomicU64> {
 }
 
 fn connect(target: &TcpTarget, ticket: &Ticket, secret: &TicketSecret) -> Result<TcpClient, EndpointError> {
-    let options = ConnectOptions { operation_time: PATIENCE, ..ConnectOptions::default() };
+    let options = ConnectOptions { operation_time: TEST_TIMEOUT, ..ConnectOptions::default() };
     let mut endpoint = tcp::connect_with_ticket(target.address(), ticket, secret, options)?;
     let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
     let local = endpoint.register_local(Arc::clone(&memory)).unwrap();
@@ -61,7 +61,7 @@ fn an_endpoint_has_the_identity_of_its_ticket() {
 }
 
 #[test]
-fn a_target_admits_whom_it_was_told_to() {
+fn a_target_admits_as_its_options_say() {
     for (admission, has_members, has_tickets) in [
         (Admission::Members, true, false),
         (Admission::Tickets(SERVICE), false, true),
@@ -95,10 +95,10 @@ fn forged_tickets_are_refused_like_a_wrong_key() {
     for (ticket, secret) in &forged {
         assert_eq!(refusal(connect(&target, ticket, secret)).code, wrong_key, "{ticket:?}");
     }
-    // A ticket for another service, which is genuine.
+    // A genuine ticket for another service.
     let other = Ticket { service: SERVICE + 1, ..TICKET };
     assert_eq!(refusal(connect(&target, &other, &other.secret(&KEY))).code, wrong_key);
-    // Its secret as the cluster's key, to claim membership.
+    // The ticket's secret as the cluster's key, to claim membership.
     let claimed = tcp::connect(target.address(), &ClusterKey(secret.0), WHO, ConnectOptions::default());
     match claimed {
         Err(EndpointError::Refused { refusal, .. }) => assert_eq!(refusal.code, wrong_key),
@@ -145,7 +145,7 @@ fn an_expired_ticket_is_named_and_ends_no_session() {
     now_s.store(TICKET.expiry_s + 100, Ordering::SeqCst);
     assert_eq!(refusal(connect(&target, &TICKET, &secret)).reason, "the ticket expired 100 s ago");
     let remote = RemoteAddr { addr: region.base, key: region.key };
-    assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Ok(0), "the session goes by its beginning");
+    assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Ok(0), "the session outlives its ticket");
     let longer = Ticket { expiry_s: TICKET.expiry_s + 200, ..TICKET };
     assert!(connect(&target, &longer, &longer.secret(&KEY)).is_ok());
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use aquifer_fabric::batch::{Batch, receive_until};
 use aquifer_fabric::{Endpoint, Key, LocalKey, LocalSlice, Memory, RemoteAddr, Verb, WorkError};
 
-use super::{ClientError, DirectRead, HeapLink, PATIENCE, read_time_max, slot_of};
+use super::{ClientError, DirectRead, HeapLink, REQUEST_TIMEOUT, read_time_max, slot_of};
 use crate::class::{Class, Classes};
 use crate::header::{HEADER_BYTES, Header};
 use crate::pointer::Pointer;
@@ -15,14 +15,14 @@ use crate::wire::{Answer, BlockRegion, HEAD_BYTES, Refused, Request};
 
 /// Operations of one direct read.
 pub(super) const BATCH_MAX: usize = 3;
-/// Objects of one batch, at most.
+/// Most objects of one batch.
 pub(super) const READS_MAX: usize = 64;
 
 /// Bytes of the largest block that is read to find an object in it. A request is faster than the
 /// READ of a larger one.
 pub(super) const SCAN_BYTES_MAX: u64 = 16 << 10;
 
-/// The local memory: a message to send, two headers for each object of a batch, and their bytes.
+/// Local memory: a message to send, then two headers for each object of a batch, then the bytes.
 pub(super) const HEADERS_AT: usize = 64 << 10;
 pub(super) const PAYLOAD_AT: usize = HEADERS_AT + READS_MAX * 16;
 pub(super) const PAYLOAD_BYTES: usize = 512 << 10;
@@ -51,7 +51,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// A connection that has opened no heap.
+    /// Prepares a connection that has opened no heap.
     pub fn new(mut endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
         if endpoint.limits().queue_depth < BATCH_MAX {
             return Err(ClientError::TooShallow);
@@ -83,18 +83,18 @@ impl Connection {
 
     /// Adds a READ of `len` bytes, from `skip` bytes behind `remote`, to the batch.
     pub(super) fn add_read(&mut self, id: u64, to: usize, len: usize, remote: RemoteAddr, skip: usize) {
-        let len = u32::try_from(len).expect("it fits into the memory");
+        let len = u32::try_from(len).expect("the part fits into the memory");
         let local = LocalSlice { key: self.local, offset: to as u64, len };
         let remote = RemoteAddr { addr: remote.addr + skip as u64, ..remote };
         self.batch.push(id, Verb::Read { local, remote });
     }
 
-    /// Runs the batch. [`Self::is_done`] says what failed.
+    /// Runs the batch. [`Self::is_done`] returns the outcome of each operation.
     pub(super) fn complete(&mut self) -> Result<(), ClientError> {
-        Ok(self.batch.run(&mut *self.endpoint, Instant::now() + PATIENCE)?)
+        Ok(self.batch.run(&mut *self.endpoint, Instant::now() + REQUEST_TIMEOUT)?)
     }
 
-    /// Whether operation `id` was done; false if no block has its address.
+    /// Whether operation `id` succeeded; false if no block has its address.
     pub(super) fn is_done(&self, id: u64) -> Result<bool, ClientError> {
         match self.batch.failure_of(id) {
             None => Ok(true),
@@ -118,13 +118,13 @@ impl Connection {
         self.memory.read(at, out);
     }
 
-    /// Operations that may be in flight.
+    /// Most operations in flight.
     pub(super) fn depth(&self) -> usize {
         self.endpoint.limits().queue_depth
     }
 
     /// Reads an object that is larger than the local memory, part by part. Each part is between two
-    /// looks at the header, so the time of the whole read does not matter.
+    /// reads of the header, so the time limit holds for a part and not for the whole read.
     fn read_in_parts(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
         let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
         let mut first = None;
@@ -148,7 +148,7 @@ impl Connection {
         Ok(ReadVerdict::Valid)
     }
 
-    /// Reads the first of these objects, as many as fit, in one batch. Returns how many.
+    /// Reads the first of `reads`, up to the size of a batch. Returns the number of objects read.
     fn read_batch(&mut self, reads: &mut [DirectRead<'_>]) -> Result<usize, ClientError> {
         let most = READS_MAX.min(self.endpoint.limits().queue_depth / BATCH_MAX);
         let mut used = 0;
@@ -161,7 +161,7 @@ impl Connection {
             read.verdict = ReadVerdict::Elsewhere;
             if let Some((class, remote)) = self.place(read.pointer) {
                 let len = read.out.len();
-                debug_assert!(len <= class.payload_bytes() as usize, "it was checked");
+                debug_assert!(len <= class.payload_bytes() as usize, "the caller has checked the length");
                 let (id, headers_at) = (count as u64, HEADERS_AT + 16 * count);
                 // In this order: the bytes between the two headers.
                 self.add_read(id, headers_at, 8, remote, 0);
@@ -188,7 +188,7 @@ impl Connection {
         Ok(count)
     }
 
-    /// What was found of the object at a place of the batch.
+    /// The verdict on the read at a place of the batch.
     fn judge(
         &self,
         place: usize,
@@ -199,7 +199,7 @@ impl Connection {
         if !self.is_done(place as u64)? {
             return Ok(ReadVerdict::Elsewhere);
         }
-        let class = self.classes.get(pointer.class).expect("it was found");
+        let class = self.classes.get(pointer.class).expect("the batch has only objects with a class");
         if took > read_time_max(class) {
             return Ok(ReadVerdict::Busy);
         }
@@ -217,7 +217,7 @@ impl HeapLink for Connection {
             return Err(Refused::TooLarge.into());
         }
         self.memory.write(0, &message);
-        let len = u32::try_from(message.len()).expect("it is within the limit");
+        let len = u32::try_from(message.len()).expect("the message is within the limit");
         let local = LocalSlice { key: self.local, offset: 0, len };
         self.batch.push(0, Verb::Send { local });
         self.complete()?;
@@ -225,7 +225,7 @@ impl HeapLink for Connection {
             return Err(error.into());
         }
         self.answer.clear();
-        receive_until(&mut *self.endpoint, &mut self.answer, Instant::now() + PATIENCE)?;
+        receive_until(&mut *self.endpoint, &mut self.answer, Instant::now() + REQUEST_TIMEOUT)?;
         match Answer::decode(&self.answer) {
             Some(Answer::Refused(refused)) => Err(refused.into()),
             Some(answer) => Ok(answer),
@@ -247,7 +247,7 @@ impl HeapLink for Connection {
         let Some((_, remote)) = self.place(pointer).filter(|_| class.block_bytes() <= SCAN_BYTES_MAX) else {
             return Ok(None);
         };
-        let len = usize::try_from(class.block_bytes()).expect("it is small");
+        let len = usize::try_from(class.block_bytes()).expect("scanned blocks are small");
         let first = RemoteAddr { addr: remote.addr - offset, ..remote };
         self.add_read(0, PAYLOAD_AT, len, first, 0);
         self.complete()?;

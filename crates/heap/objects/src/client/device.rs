@@ -19,7 +19,7 @@ use crate::pointer::{BlockAddress, Pointer};
 use crate::slot::{ReadVerdict, verdict};
 use crate::wire::{Answer, BlockRegion, Request};
 
-/// Places of blocks that are remembered, at most.
+/// Most places of blocks that are remembered.
 const PLACES_MAX: usize = 1 << 16;
 
 /// A connection to one tenant's heap, and an endpoint of the device that serves its memory.
@@ -30,7 +30,7 @@ pub(crate) struct DeviceLink {
     data: BlockRegion,
     names: BlockRegion,
     layout: Layout,
-    /// Where blocks were. An old place is noticed by the name, which is read again.
+    /// The last known places of blocks. A stale place is detected by a second read of the name.
     places: HashMap<BlockAddress, u64>,
 }
 
@@ -41,11 +41,11 @@ struct PartRead<'a> {
     skip: usize,
     out: &'a mut [u8],
     verdict: ReadVerdict,
-    /// What is known of the object's place, while it may still be valid.
+    /// The object's place, as long as the read may still be valid.
     slot: Option<Slot>,
 }
 
-/// Where an object is.
+/// The place of an object.
 #[derive(Clone, Copy)]
 struct Slot {
     class: Class,
@@ -54,9 +54,9 @@ struct Slot {
     offset: u64,
     /// The block's first byte in the heap's memory.
     start: u64,
-    /// Whether that is remembered from an earlier read.
+    /// Whether `start` is remembered from an earlier read.
     is_remembered: bool,
-    /// The header before the bytes.
+    /// The header as read before the bytes.
     before: Header,
 }
 
@@ -85,7 +85,7 @@ impl DeviceLink {
         }
     }
 
-    /// Reads parts of objects, as many as fit into the local memory. Returns how many.
+    /// Reads the parts that fit into the local memory. Returns the number of parts read.
     fn read_parts(&mut self, reads: &mut [PartRead<'_>]) -> Result<usize, ClientError> {
         let most = READS_MAX.min(self.reader.depth() / 2);
         let (mut count, mut bytes) = (0, 0);
@@ -112,7 +112,7 @@ impl DeviceLink {
         Ok(count)
     }
 
-    /// Finds out where the objects should be: by what is remembered, or by READs of the names.
+    /// Finds the places of the objects: remembered ones, or by READs of the names.
     fn find_slots(&mut self, reads: &mut [PartRead<'_>]) -> Result<(), ClientError> {
         for (place, read) in reads.iter_mut().enumerate() {
             let numbers = (self.data.heap, self.data.node);
@@ -158,7 +158,7 @@ impl DeviceLink {
             slot.before = self.reader.header(HEADERS_AT + 16 * place);
             match verdict(read.pointer.number, slot.before, slot.before) {
                 ReadVerdict::Valid => {}
-                // The block may have moved: the next read looks for it.
+                // The block may have moved: the next read reads its name.
                 ReadVerdict::Elsewhere if slot.is_remembered => {
                     self.places.remove(&slot.block);
                     read.end(ReadVerdict::Busy);
@@ -181,7 +181,7 @@ impl DeviceLink {
         self.reader.complete()
     }
 
-    /// Reads the headers and the names again, and says which reads are valid.
+    /// Reads the headers and the names again, and sets the verdicts of the reads.
     fn check(&mut self, reads: &mut [PartRead<'_>], began: Instant) -> Result<(), ClientError> {
         for (place, read) in reads.iter().enumerate() {
             if let Some(slot) = read.slot
@@ -284,7 +284,7 @@ impl HeapLink for DeviceLink {
             return Ok(None);
         };
         let (class, first) = (slot.class, Slot { offset: 0, ..slot });
-        let len = usize::try_from(class.block_bytes()).expect("it is small");
+        let len = usize::try_from(class.block_bytes()).expect("scanned blocks are small");
         self.reader.add_read(0, PAYLOAD_AT, len, self.at(&first), 0);
         self.reader.complete()?;
         if !self.reader.is_done(0)? {

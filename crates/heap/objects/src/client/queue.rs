@@ -1,4 +1,4 @@
-//! Operations on a heap with completions: a program begins them, goes on, and takes their outcomes
+//! Asynchronous operations on a heap: a program begins operations, and polls for their completions
 //! later. A thread of the queue carries them out.
 
 use std::collections::VecDeque;
@@ -14,12 +14,12 @@ use parking_lot::{Condvar, Mutex};
 use super::{ClientError, DirectRead, HeapClient};
 use crate::pointer::Pointer;
 
-/// Operations of a queue that may have been begun and whose completions were not taken.
+/// Most operations that were begun and whose completions were not polled.
 pub const QUEUE_DEPTH: usize = 1024;
-/// Reads that are made side by side.
+/// Most reads in flight together.
 const BATCH_MAX: usize = 64;
 
-/// What a queue is to do. Each is as the call of [`HeapClient`] with its name.
+/// An operation of a queue. Each does what the method of [`HeapClient`] with its name does.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Operation {
     /// Allocates an object of this many bytes.
@@ -32,32 +32,32 @@ pub enum Operation {
     Get(Pointer, usize),
     /// Replaces the first bytes of an object.
     Write(Pointer, Vec<u8>),
-    /// Replaces an old pointer.
+    /// Replaces all pointers to an object by one that names its present block.
     Release(Pointer),
 }
 
-/// The outcome of an operation.
+/// The completion of an operation.
 #[derive(Debug)]
-pub struct OperationEnd {
-    /// The number that [`HeapQueue::begin`] returned.
+pub struct OperationCompletion {
+    /// The id that [`HeapQueue::begin`] returned.
     pub id: u64,
-    /// What it has brought.
-    pub result: Result<Done, ClientError>,
+    /// The output, or the error.
+    pub result: Result<OperationOutput, ClientError>,
 }
 
-/// What an operation has brought.
+/// The output of a successful operation.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Done {
+pub struct OperationOutput {
     /// The pointer of the object, corrected.
     pub pointer: Pointer,
-    /// Whether a write has found that the pointer names an old block, which can be released.
+    /// Whether the pointer of a write names an old block, which can be released.
     pub is_old: bool,
     /// The bytes that were read.
     pub bytes: Vec<u8>,
 }
 
 /// A queue of operations on one heap. They are carried out in the order in which they were begun,
-/// and reads that follow each other side by side.
+/// and consecutive reads together.
 #[derive(Debug)]
 pub struct HeapQueue {
     shared: Arc<QueueShared>,
@@ -78,16 +78,16 @@ struct QueueShared {
 #[derive(Debug, Default)]
 struct QueueState {
     begun: VecDeque<(u64, Operation)>,
-    ended: VecDeque<OperationEnd>,
-    /// The number of the next operation.
+    ended: VecDeque<OperationCompletion>,
+    /// The id of the next operation.
     next: u64,
-    /// Operations whose completions were not taken.
+    /// Number of operations whose completions were not polled.
     count: usize,
     is_over: bool,
 }
 
 impl HeapQueue {
-    /// A queue of operations on the heap of a client.
+    /// Creates a queue of operations on the heap of a client.
     ///
     /// # Errors
     /// If the system refuses a thread or a descriptor.
@@ -103,10 +103,10 @@ impl HeapQueue {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Begins an operation. Returns its number.
+    /// Begins an operation. Returns its id.
     ///
     /// # Errors
-    /// The operation, if [`QUEUE_DEPTH`] completions were not taken.
+    /// The operation, if [`QUEUE_DEPTH`] completions were not polled.
     pub fn begin(&self, operation: Operation) -> Result<u64, Operation> {
         let mut state = self.shared.state.lock();
         if state.count >= QUEUE_DEPTH {
@@ -121,9 +121,9 @@ impl HeapQueue {
         Ok(id)
     }
 
-    /// Takes a completion, if there is one.
+    /// Returns the next completion, if there is one.
     #[must_use]
-    pub fn poll(&self) -> Option<OperationEnd> {
+    pub fn poll(&self) -> Option<OperationCompletion> {
         let mut state = self.shared.state.lock();
         let end = state.ended.pop_front()?;
         state.count -= 1;
@@ -133,10 +133,9 @@ impl HeapQueue {
         Some(end)
     }
 
-    /// Takes a completion, and waits for it. `None` after `timeout`, or at once if no operation is
-    /// on its way.
+    /// Waits for a completion; `None` after `timeout`, or at once if no operation is in progress.
     #[must_use]
-    pub fn wait(&self, timeout: Duration) -> Option<OperationEnd> {
+    pub fn wait(&self, timeout: Duration) -> Option<OperationCompletion> {
         let must_wait = |state: &mut QueueState| state.ended.is_empty() && state.count > 0;
         let _late = self.shared.ended.wait_while_for(&mut self.shared.state.lock(), must_wait, timeout);
         self.poll()
@@ -151,7 +150,7 @@ impl AsFd for HeapQueue {
 }
 
 impl Drop for HeapQueue {
-    /// Ends the queue. Operations that were not carried out are forgotten.
+    /// Ends the queue. Operations that were not begun by the thread are discarded.
     fn drop(&mut self) {
         self.shared.state.lock().is_over = true;
         self.shared.begun.notify_one();
@@ -187,18 +186,18 @@ impl QueueShared {
 }
 
 /// Carries out operations: one, or several reads.
-fn carry_out(client: &mut HeapClient, mut operations: Vec<(u64, Operation)>) -> Vec<OperationEnd> {
+fn carry_out(client: &mut HeapClient, mut operations: Vec<(u64, Operation)>) -> Vec<OperationCompletion> {
     if operations.len() > 1
         && let Some(ends) = get_all(client, &operations)
     {
         return ends;
     }
-    let carry_out = |(id, operation)| OperationEnd { id, result: carry_out_one(client, operation) };
+    let carry_out = |(id, operation)| OperationCompletion { id, result: carry_out_one(client, operation) };
     operations.drain(..).map(carry_out).collect()
 }
 
 /// Reads objects side by side; `None` if one cannot be read, and all must be read by themselves.
-fn get_all(client: &mut HeapClient, gets: &[(u64, Operation)]) -> Option<Vec<OperationEnd>> {
+fn get_all(client: &mut HeapClient, gets: &[(u64, Operation)]) -> Option<Vec<OperationCompletion>> {
     let get = |(id, operation): &(u64, Operation)| match operation {
         Operation::Get(pointer, len) => Some((*id, *pointer, vec![0; *len])),
         _ => None,
@@ -208,12 +207,14 @@ fn get_all(client: &mut HeapClient, gets: &[(u64, Operation)]) -> Option<Vec<Ope
         gets.iter_mut().map(|(_, pointer, bytes)| DirectRead::new(*pointer, bytes)).collect();
     client.get_many(&mut reads).ok()?;
     let pointers: Vec<Pointer> = reads.into_iter().map(|read| read.pointer).collect();
-    let end =
-        |((id, _, bytes), pointer)| OperationEnd { id, result: Ok(Done { pointer, is_old: false, bytes }) };
+    let end = |((id, _, bytes), pointer)| OperationCompletion {
+        id,
+        result: Ok(OperationOutput { pointer, is_old: false, bytes }),
+    };
     Some(gets.into_iter().zip(pointers).map(end).collect())
 }
 
-fn carry_out_one(client: &mut HeapClient, operation: Operation) -> Result<Done, ClientError> {
+fn carry_out_one(client: &mut HeapClient, operation: Operation) -> Result<OperationOutput, ClientError> {
     let (mut is_old, mut bytes) = (false, Vec::new());
     let pointer = match operation {
         Operation::Allocate(bytes) => client.allocate(bytes)?,
@@ -236,5 +237,5 @@ fn carry_out_one(client: &mut HeapClient, operation: Operation) -> Result<Done, 
             pointer
         }
     };
-    Ok(Done { pointer, is_old, bytes })
+    Ok(OperationOutput { pointer, is_old, bytes })
 }

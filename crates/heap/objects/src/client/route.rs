@@ -1,4 +1,4 @@
-//! How a client reaches a heap, and what it asks of the connection.
+//! Routes to a heap, and the interface of a connection to one.
 
 use aquifer_fabric::Endpoint;
 
@@ -14,19 +14,19 @@ use crate::wire::{Answer, Request};
 /// Makes a connection to the service.
 pub type Connect = Box<dyn FnMut() -> Result<HeapRoute, AccessError> + Send>;
 
-/// How a client reaches a heap.
+/// A route to a heap.
 #[derive(Debug)]
 pub enum HeapRoute {
-    /// Over a network.
+    /// A connection over a network.
     Remote(Box<dyn Endpoint>),
-    /// Over a network, with reads by a device.
+    /// A connection over a network, with reads by a device.
     Device {
-        /// For requests.
+        /// The endpoint for requests.
         control: Box<dyn Endpoint>,
-        /// For reads.
+        /// The endpoint for reads.
         device: Box<dyn Endpoint>,
     },
-    /// On this machine.
+    /// The heap's memory on this machine.
     Shared(SharedHeap),
 }
 
@@ -56,8 +56,8 @@ pub(crate) trait HeapLink: Send + std::fmt::Debug {
         Ok(())
     }
 
-    /// Looks one-sidedly for an object in its block. Returns its pointer with the slot where it is;
-    /// `None` if it is not there, or a request is faster.
+    /// Searches the block of an object one-sidedly. Returns its pointer with the slot where it is;
+    /// `None` if the object is not there, or a request is faster.
     fn find(&mut self, pointer: Pointer) -> Result<Option<Pointer>, ClientError>;
 
     /// Sends a request whose answer is a pointer.

@@ -1,4 +1,4 @@
-//! Compaction: which blocks a step looks at, and how a merge is carried out (§3.1).
+//! Compaction: selects the blocks of a step, and carries out merges (§3.1).
 
 use super::{Heap, Mover};
 use crate::block::{Block, BlockId};
@@ -7,11 +7,12 @@ use crate::mutation::Mutation;
 use crate::packing::{Merge, Packer};
 use crate::space::FrameRun;
 
-/// Blocks that are looked at for each merge of a step, so that its time is bounded.
+/// Emptiest blocks of each worker that are considered for each merge of a step, to bound its time.
+/// If none of them can be merged, the step considers all blocks.
 const BLOCKS_PER_MERGE: usize = 8;
 
 impl Heap {
-    /// Compacts a class by at most `merges_max` merges. Returns how many there were.
+    /// Compacts a class by at most `merges_max` merges. Returns the number of merges.
     ///
     /// A leader collects the blocks of all workers, merges, and returns them (§3.1.4).
     pub fn compact(&mut self, class: ClassId, merges_max: u64, mover: &mut impl Mover) -> u64 {
@@ -23,8 +24,8 @@ impl Heap {
         }
     }
 
-    /// Compacts the emptiest blocks of a class, at most `blocks_max` of each worker. Returns how
-    /// many merges there were, and whether these were all blocks.
+    /// Compacts the emptiest blocks of a class, at most `blocks_max` of each worker. Returns the
+    /// number of merges, and whether all blocks with free slots were considered.
     fn compact_among(
         &mut self,
         class: ClassId,
@@ -49,7 +50,7 @@ impl Heap {
             merges += 1;
         }
         for (id, block) in packer.into_blocks() {
-            let worker = self.places[id.0 as usize].expect("it is in use").worker;
+            let worker = self.places[id.0 as usize].expect("the block is in use").worker;
             self.workers[usize::from(worker)].add(id, block);
         }
         (merges, are_all)
@@ -58,13 +59,13 @@ impl Heap {
     /// Carries out a merge: locks the source, copies its objects, makes its addresses name the
     /// destinations, and frees its memory.
     fn merge(&mut self, packer: &mut Packer, merge: &Merge, shape: Class, mover: &mut impl Mover) {
-        let frames = |id: BlockId| self.places[id.0 as usize].expect("it is in use").frames;
+        let frames = |id: BlockId| self.places[id.0 as usize].expect("the block is in use").frames;
         let source = frames(merge.source);
         let block = packer.block(merge.source).expect("the source is being packed");
         let objects: Vec<(u32, u64)> = block.objects().map(|(slot, record)| (slot, record.id)).collect();
-        let home_of = |slot: u32| block.record(slot).expect("it is moved").home;
+        let home_of = |slot: u32| block.record(slot).expect("the merge moves objects of the source").home;
         let into: Vec<FrameRun> = merge.into.iter().map(|id| frames(*id)).collect();
-        let owns = |at: usize| packer.block(merge.into[at]).expect("it is being packed").address();
+        let owns = |at: usize| packer.block(merge.into[at]).expect("the block is being packed").address();
         mover.begin_merge(source, &into);
         if !Mutation::MoveUnlocked.is_active() {
             mover.lock(source, &objects, shape);
@@ -82,14 +83,14 @@ impl Heap {
             let is_needed = self.addresses.homed(*name) > 0 || self.addresses.released_in(*name) > 0;
             if !is_needed || Mutation::ReuseAddress.is_active() {
                 self.addresses.rename(*name, merge.source, &[]);
-                mover.name(*name, [None; 2]);
+                mover.map_address(*name, [None; 2]);
                 self.addresses.release(*name);
                 continue;
             }
             self.addresses.rename(*name, merge.source, &merge.into);
-            mover.name(*name, self.frames_of(*name));
+            mover.map_address(*name, self.frames_of(*name));
             for id in &merge.into {
-                packer.block_mut(*id).expect("it is being packed").add_name(*name);
+                packer.block_mut(*id).expect("the block is being packed").add_name(*name);
             }
         }
         self.free_block(merge.source, emptied.class(), shape, mover);

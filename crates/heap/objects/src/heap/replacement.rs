@@ -1,4 +1,4 @@
-//! Replacement of a large object: it gets the block of another one, with its bytes.
+//! Replacement of a large object's bytes and block by those of another object.
 
 use super::{Heap, HeapError, Mover};
 use crate::block::{Block, BlockId, ObjectRecord};
@@ -7,28 +7,29 @@ use crate::header::ObjectNumber;
 use crate::pointer::BlockAddress;
 use crate::space::FrameRun;
 
-/// A large object that gets the bytes of another one, by an exchange of their blocks.
+/// The replacement of a large object's bytes by those of another one, by an exchange of their
+/// blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Replacement {
     /// The object.
     pub number: ObjectNumber,
-    /// The class of both.
+    /// The class of both objects.
     pub class: (ClassId, Class),
     /// The object's block.
     pub target: FrameRun,
-    /// The other's block.
+    /// The block of the other object.
     pub staged: FrameRun,
     /// The object's address.
     pub address: BlockAddress,
-    /// The other's address, which is freed.
+    /// The address of the other object, which is freed.
     pub staged_address: BlockAddress,
-    /// Words of the other after its header that are new. The rest is the object's.
+    /// Words of the other object, after its header, that replace the object's. The others stay.
     pub written: u32,
 }
 
 impl Heap {
-    /// Gives a large object the bytes of another one of its class, which ends. `written`: as of
-    /// [`Replacement`].
+    /// Replaces the bytes of a large object by those of another one of its class, and frees that
+    /// one. `written` is [`Replacement::written`].
     ///
     /// # Errors
     /// If one of the objects does not exist, or they are not of one class of large objects.
@@ -44,7 +45,7 @@ impl Heap {
         let class = class.ok_or(HeapError::NoClass)?;
         let shape = self.settings.classes.get(class).filter(|shape| shape.is_single());
         let shape = shape.filter(|_| to.block != from.block).ok_or(HeapError::NoClass)?;
-        let address_of = |id: BlockId| self.block(id).expect("it was found").address();
+        let address_of = |id: BlockId| self.block(id).expect("the object's block was found").address();
         let (address, staged_address) = (address_of(to.block), address_of(from.block));
         mover.replace(&Replacement {
             number: ObjectNumber::new(target.1).ok_or(HeapError::NoObject)?,

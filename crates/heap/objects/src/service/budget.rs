@@ -4,28 +4,28 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// Frames that are reserved and returned at once: 128 KiB.
+/// Number of frames of which a reservation at the source is a multiple: 128 KiB.
 pub const BATCH_FRAMES: u32 = 32;
 /// Least and most frames that the source is asked for in advance: 1 MiB and 32 MiB.
 const AHEAD_FRAMES: [u32; 2] = [256, 8192];
 
-/// Where the memory of heaps comes from: a pool that must not lend it meanwhile.
+/// The source of the memory of heaps: a pool that must not lend it meanwhile.
 pub trait FrameSource: Send + Sync + std::fmt::Debug {
-    /// Asks for `frames` frames in all. Returns how many the heaps may have now, which can be more
-    /// or fewer; `None` if the source cannot be reached now.
+    /// Asks for `frames` frames in all. Returns the number of frames that the heaps may have now,
+    /// which can be more or fewer; `None` if the source cannot be reached now.
     fn hold(&self, frames: u32) -> Option<u32>;
 
-    /// Whether the source holds what it was asked for last. Otherwise it is asked again.
+    /// Whether the source holds the frames of the last request. Otherwise the request is repeated.
     fn is_held(&self) -> bool;
 }
 
 /// Why frames cannot be reserved.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Shortage {
-    /// There are too few.
+    /// There are too few frames.
     Full,
     /// The source cannot be reached; later there may be enough.
-    NotNow,
+    SourceUnreachable,
 }
 
 /// Counts frames that heaps have reserved.
@@ -38,21 +38,21 @@ pub struct FrameBudget {
 
 #[derive(Debug)]
 struct BudgetFrames {
-    /// What heaps have reserved.
+    /// Frames that heaps have reserved.
     reserved: u32,
-    /// What the source holds for them.
+    /// Frames that the source holds for the heaps.
     held: u32,
 }
 
 impl FrameBudget {
-    /// A budget of at most this many frames. Without a source it has them all from the beginning.
+    /// Creates a budget of at most `total` frames. Without a source all are available at once.
     #[must_use]
     pub fn new(total: u32, source: Option<Arc<dyn FrameSource>>) -> Self {
         let held = if source.is_some() { 0 } else { total };
         Self { total, source, frames: Mutex::new(BudgetFrames { reserved: 0, held }) }
     }
 
-    /// All frames.
+    /// The most frames of all heaps.
     #[must_use]
     pub fn total(&self) -> u32 {
         self.total
@@ -61,7 +61,7 @@ impl FrameBudget {
     /// Reserves frames.
     ///
     /// # Errors
-    /// If there are not enough; then nothing is reserved.
+    /// If there are not enough frames. Then no frame is reserved.
     pub fn reserve(&self, frames: u32) -> Result<(), Shortage> {
         let mut budget = self.frames.lock();
         let needed = budget.reserved.saturating_add(frames);
@@ -70,7 +70,7 @@ impl FrameBudget {
         }
         if let Some(source) = &self.source {
             while needed > budget.held {
-                let held = source.hold(self.wanted(needed)).ok_or(Shortage::NotNow)?;
+                let held = source.hold(self.wanted(needed)).ok_or(Shortage::SourceUnreachable)?;
                 let is_more = held > budget.held;
                 budget.held = held;
                 if needed > held && !is_more {
@@ -82,7 +82,7 @@ impl FrameBudget {
         Ok(())
     }
 
-    /// Reserves frames that a heap of an earlier process has, whether or not there are enough.
+    /// Reserves frames of a heap of an earlier process, even above the limit.
     pub fn reserve_kept(&self, frames: u32) {
         self.frames.lock().reserved += frames;
     }
@@ -92,16 +92,16 @@ impl FrameBudget {
         self.frames.lock().reserved -= frames;
     }
 
-    /// Returns to the source what heaps do not need, and asks again for what it does not hold. To
-    /// be called often.
-    pub fn tend(&self) {
+    /// Returns unneeded frames to the source, and requests those again that the source does not
+    /// hold. To be called often.
+    pub fn rebalance(&self) {
         let Some(source) = &self.source else { return };
         let mut budget = self.frames.lock();
         let wanted = self.wanted(budget.reserved);
         let ahead = wanted - budget.reserved.min(wanted);
         let has_too_much = budget.held > wanted.saturating_add(ahead);
         if has_too_much || budget.held < budget.reserved || !source.is_held() {
-            // What is not held is not forgotten: the heaps have it, or will ask for it.
+            // If the source cannot be reached, the count stays: the heaps use these frames.
             budget.held = source.hold(wanted).unwrap_or(budget.held);
         }
     }
@@ -112,7 +112,7 @@ impl FrameBudget {
         self.frames.lock().reserved
     }
 
-    /// What the source is asked for when heaps need `frames`: whole batches, and some in advance.
+    /// Frames to request from the source when heaps need `frames`: whole batches, some in advance.
     fn wanted(&self, frames: u32) -> u32 {
         if frames == 0 {
             return 0;
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_more_is_reserved_than_there_is() {
+    fn reservations_stay_within_the_total() {
         let budget = FrameBudget::new(100, None);
         assert_eq!(budget.reserve(60), Ok(()));
         assert_eq!(budget.reserve(41), Err(Shortage::Full));
@@ -143,10 +143,10 @@ mod tests {
         assert_eq!(budget.reserve(1), Ok(()));
         budget.reserve_kept(50);
         assert_eq!(budget.reserved(), 150);
-        assert_eq!(budget.reserve(1), Err(Shortage::Full), "what was kept is more than there is");
+        assert_eq!(budget.reserve(1), Err(Shortage::Full), "restored heaps have more than the total");
     }
 
-    /// A pool with some free frames, which gives at most 1,000 frames at once.
+    /// A pool with some free frames, which grants at most 1,000 frames at once.
     #[derive(Debug, Default)]
     struct Pool {
         free: AtomicU32,
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_heaps_reserve_is_held_by_the_source_before() {
+    fn the_source_holds_frames_before_they_are_reserved() {
         let (pool, budget) = budget_of(100_000);
         for reserved in (32..=50_000).step_by(32) {
             assert_eq!(budget.reserve(32), Ok(()));
@@ -188,30 +188,30 @@ mod tests {
         let calls = pool.calls.load(Relaxed);
         assert!(calls < 100, "{calls} calls");
         assert_eq!(budget.reserve(80_000), Err(Shortage::Full));
-        assert_eq!(budget.reserve(40_000), Ok(()), "it is in several steps");
+        assert_eq!(budget.reserve(40_000), Ok(()), "the reservation takes several steps");
     }
 
     #[test]
-    fn what_heaps_do_not_need_returns_to_the_source() {
+    fn unneeded_frames_return_to_the_source() {
         let (pool, budget) = budget_of(100_000);
         assert_eq!(budget.reserve(64_000), Ok(()));
         budget.release(60_000);
-        budget.tend();
+        budget.rebalance();
         assert_eq!(pool.held.load(Relaxed), 4000 + 256);
         budget.release(4000);
-        budget.tend();
+        budget.rebalance();
         assert_eq!(pool.held.load(Relaxed), 0);
     }
 
     #[test]
-    fn a_source_that_is_away_is_not_full() {
+    fn an_unreachable_source_is_not_full() {
         let (pool, budget) = budget_of(10_000);
         budget.reserve_kept(3200);
         pool.is_away.store(true, Relaxed);
-        budget.tend();
-        assert_eq!(budget.reserve(32), Err(Shortage::NotNow));
+        budget.rebalance();
+        assert_eq!(budget.reserve(32), Err(Shortage::SourceUnreachable));
         pool.is_away.store(false, Relaxed);
-        (0..4).for_each(|_| budget.tend());
+        (0..4).for_each(|_| budget.rebalance());
         assert_eq!(pool.held.load(Relaxed), 3200 + 256);
         assert_eq!(budget.reserve(32), Ok(()));
     }

@@ -1,5 +1,5 @@
-//! Heaps that are closed because programs of this machine fill them with zeros: they map the memory
-//! of their heap, and each page that they read where it has none is one that the system allocates.
+//! Closing of heaps that programs of this machine fill with zeros: a program maps the memory of its
+//! heap, and the system allocates a page for each read where the heap has none.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
@@ -40,7 +40,7 @@ impl Closing {
         self.unused.lock().push(registered);
     }
 
-    /// Lets a user have a heap again.
+    /// Allows a user to open a heap again.
     pub fn reopen(&self, tenant: Tenant) {
         self.tenants.lock().remove(&tenant);
     }
@@ -92,7 +92,7 @@ impl HeapService {
         tracing::error!(
             node = self.node,
             uid = tenant.0,
-            "closed a heap, because its programs go on to fill more than its limit; its objects are lost"
+            "closed a heap: its programs kept filling more memory than its limit; its objects are lost"
         );
         if let Some(target) = self.target.get().and_then(Weak::upgrade) {
             for region in regions {

@@ -1,4 +1,4 @@
-//! What a heap holds, as operators see it.
+//! Report on a heap for operators.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,9 +9,9 @@ pub struct HeapReport {
     pub node: u16,
     /// The user.
     pub tenant: u32,
-    /// The most memory that its blocks may take.
+    /// The most memory that the heap's blocks may take.
     pub limit_bytes: u64,
-    /// Bytes of its blocks.
+    /// Bytes of all blocks.
     pub held_bytes: u64,
     /// Bytes of the slots in use, headers included.
     pub live_bytes: u64,
@@ -38,11 +38,11 @@ pub struct ClassReport {
     pub slot_bytes: u32,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Bytes of its blocks.
+    /// Bytes of the class's blocks.
     pub held_bytes: u64,
     /// Number of objects.
     pub objects: u64,
-    /// Whether many of them were allocated or freed in the last second. Then the class is compacted
+    /// Whether many objects were allocated or freed in the last second. Then the class is compacted
     /// only when its blocks take twice as much as its objects.
     #[serde(rename = "hot")]
     pub is_hot: bool,

@@ -18,17 +18,18 @@ use super::budget::{BATCH_FRAMES, FrameBudget, Shortage};
 use super::heat::Heat;
 use super::report::{ClassReport, HeapReport};
 
-/// Merges before requests are answered again.
+/// Most merges of one compaction step. Requests are answered between steps.
 pub(super) const MERGES_PER_STEP: u64 = 16;
-/// A class is compacted when its blocks take this much more than its slots in use, as a divisor,
+/// A class is compacted if the unused bytes of its blocks are more than 1/`FRAGMENTATION_DIVISOR`
+/// of the bytes of its slots in use.
 const FRAGMENTATION_DIVISOR: u64 = 8;
-/// a hot class when they take twice as much,
+/// Value of [`FRAGMENTATION_DIVISOR`] for a hot class.
 const HOT_FRAGMENTATION_DIVISOR: u64 = 1;
-/// and at least this many blocks more.
+/// A class is compacted only if its unused bytes are at least those of this number of blocks.
 const FRAGMENTATION_BLOCKS: u64 = 2;
-/// Memory beyond the blocks' that is tolerated before free frames are cleared.
+/// Bytes of memory in free frames that are tolerated before free frames are cleared.
 const SLACK_BYTES: u64 = 1 << 20;
-/// A heap is closed when it was found above its limit this many times more than not.
+/// A heap is closed when it was found above its limit this number of times more often than not.
 const OVERUSES_MAX: u32 = 10;
 
 /// The heap of one tenant.
@@ -40,23 +41,23 @@ pub(super) struct TenantHeap {
     pub regions: Vec<BlockRegion>,
     /// The bytes and the names, if devices serve them.
     pub raw_regions: Option<[BlockRegion; 2]>,
-    /// Whether all frames are taken from the beginning, and stay.
+    /// Whether all frames are reserved from the beginning, and stay reserved.
     is_pinned: bool,
-    /// The next object number.
+    /// The number of the next object.
     next: u64,
     budget: Arc<FrameBudget>,
-    /// Frames of the budget that this heap has taken.
+    /// Frames of the budget that this heap has reserved.
     granted: u32,
-    /// Most frames.
+    /// Most frames that the heap may have.
     pub quota: u32,
-    /// Frames that no block has, and that reads had made the system fill at the last look.
+    /// Frames without a block that the system had filled for reads at the last check.
     filled: u32,
-    /// How often more memory was found than the limit, less how often not.
+    /// Number of checks that found the heap above its limit, less the number that did not.
     overuses: u32,
     merges: u64,
     corrections: u64,
-    /// For each class, the frees at which nothing could be merged any more.
-    settled: Vec<Option<u64>>,
+    /// The number of a class's frees when no blocks could be merged any more, for each class.
+    unmergeable_at_frees: Vec<Option<u64>>,
     heat: Heat,
 }
 
@@ -65,7 +66,7 @@ pub(super) struct TenantHeap {
 struct Named {
     found: Located,
     class: Class,
-    /// Its first word.
+    /// The first word of the object's slot.
     at: u64,
     /// The pointer with the slot where it is.
     pointer: Pointer,
@@ -76,14 +77,14 @@ fn settings(frames_max: u32) -> HeapSettings {
 }
 
 impl TenantHeap {
-    /// A new heap.
+    /// Creates a heap.
     pub fn create(number: u16, bytes: HeapBytes, budget: Arc<FrameBudget>, quota: u32) -> Self {
         let layout = bytes.layout();
         let heap = Heap::new(settings(layout.frames_max()));
         Self::with(number, heap, Ledger::create(bytes, layout), budget, quota)
     }
 
-    /// A new heap that has reserved all `frames` of its memory.
+    /// Creates a heap for which all `frames` of its memory are reserved.
     pub fn create_pinned(number: u16, bytes: HeapBytes, budget: Arc<FrameBudget>, frames: u32) -> Self {
         let mut heap = Self::create(number, bytes, budget, frames);
         (heap.is_pinned, heap.granted) = (true, frames);
@@ -91,7 +92,7 @@ impl TenantHeap {
         heap
     }
 
-    /// The heap of an earlier process.
+    /// Restores the heap of an earlier process.
     pub fn restore(
         number: u16,
         mut bytes: HeapBytes,
@@ -125,7 +126,7 @@ impl TenantHeap {
         heap.set_frames_limit(0);
         let next = match ledger.first_number() {
             next if next > ObjectNumber::FIRST.get() => next,
-            // None was ever reserved.
+            // No number was ever reserved.
             _ => first_number(SystemTime::now()),
         };
         Self {
@@ -143,7 +144,7 @@ impl TenantHeap {
             overuses: 0,
             merges: 0,
             corrections: 0,
-            settled: vec![None; classes],
+            unmergeable_at_frees: vec![None; classes],
             heat: Heat::new(classes),
         }
     }
@@ -199,8 +200,8 @@ impl TenantHeap {
         }
     }
 
-    /// Makes the record of the root have the address that stays. A process that was killed while
-    /// the root was released leaves the old one.
+    /// Records the address of the root that stays valid. A process that was killed while
+    /// the root was released leaves the old one in the record.
     fn correct_root(&mut self) {
         if let Some((number, address, class)) = self.ledger.root()
             && let Ok(home) = self.heap.home_address(address, number.get())
@@ -261,7 +262,7 @@ impl TenantHeap {
         self.heap.allocate(0, class, &mut draw, &mut self.ledger)
     }
 
-    /// Takes frames for another block, if the quota and the budget allow it.
+    /// Reserves frames for another block, if the quota and the budget allow it.
     fn grow(&mut self, shape: Class) -> Result<(), Shortage> {
         let used = self.heap.used_frames();
         let wanted = (used + shape.frames()).next_multiple_of(BATCH_FRAMES);
@@ -275,8 +276,8 @@ impl TenantHeap {
         Ok(())
     }
 
-    /// Makes room for another block by compaction: of its own class first, which may make it
-    /// unnecessary.
+    /// Makes room for another block by compaction. Begins with the block's class, in which
+    /// compaction may free a slot.
     fn compact_to_grow(&mut self, class: ClassId, shape: Class) -> bool {
         let others = self.heap.classes().iter().map(|(id, _)| id).filter(|id| *id != class);
         for class in std::iter::once(class).chain(others.collect::<Vec<_>>()) {
@@ -289,7 +290,7 @@ impl TenantHeap {
         false
     }
 
-    /// Returns frames that are not needed any more.
+    /// Returns unneeded frames to the budget.
     fn shrink(&mut self) {
         let needed = self.heap.used_frames() + self.filled;
         let wanted = needed.next_multiple_of(BATCH_FRAMES) + BATCH_FRAMES;
@@ -325,7 +326,7 @@ impl TenantHeap {
         Ok(Answer::Pointer(named.pointer, named.found.is_old))
     }
 
-    /// Gives a large object the first bytes of another one, which ends.
+    /// Replaces the first bytes of a large object by those of another one, which is freed.
     fn replace<'a>(&mut self, pointer: Pointer, staged: Pointer, bytes: u32) -> Result<Answer<'a>, Refused> {
         let (named, other) = (self.named(pointer)?, self.named(staged)?);
         let is_possible = named.class.is_single() && pointer.class == staged.class;
@@ -334,7 +335,7 @@ impl TenantHeap {
         }
         let rest = bytes % 8;
         if rest > 0 {
-            // The last word is partly that of the object.
+            // The last word keeps some bytes of the object.
             let word = 1 + u64::from(bytes / 8);
             let mask = (1 << (8 * rest)) - 1;
             let new = self.ledger.words.load(other.at + word) & mask;
@@ -359,18 +360,18 @@ impl TenantHeap {
         Ok(Named { found, class, at, pointer: Pointer { address: found.address, ..pointer } })
     }
 
-    /// Compacts a class a little. Returns the number of merges; 0 if there is nothing to merge.
+    /// Compacts a class by at most `merges_max` merges. Returns the number of merges.
     pub fn compact_step(&mut self, class: ClassId, merges_max: u64) -> u64 {
         let merges = self.heap.compact(class, merges_max, &mut self.ledger);
         self.merges += merges;
         if merges == 0 {
-            self.settled[usize::from(class.0)] = Some(self.heap.class_frees(class));
+            self.unmergeable_at_frees[usize::from(class.0)] = Some(self.heap.class_frees(class));
         }
         self.shrink();
         merges
     }
 
-    /// A class that takes too much memory, and may be compacted since the last attempt.
+    /// A class that is fragmented, and has had frees since compaction last found no merge.
     pub fn fragmented_class(&self) -> Option<ClassId> {
         let mut classes = self.heap.classes().iter();
         classes.find_map(|(id, shape)| {
@@ -380,16 +381,17 @@ impl TenantHeap {
             let divisor = if is_hot { HOT_FRAGMENTATION_DIVISOR } else { FRAGMENTATION_DIVISOR };
             let is_fragmented =
                 excess > usage.live_bytes / divisor && excess >= FRAGMENTATION_BLOCKS * shape.block_bytes();
-            let is_settled = self.settled[usize::from(id.0)] == Some(self.heap.class_frees(id));
-            (is_fragmented && !is_settled).then_some(id)
+            let is_unmergeable =
+                self.unmergeable_at_frees[usize::from(id.0)] == Some(self.heap.class_frees(id));
+            (is_fragmented && !is_unmergeable).then_some(id)
         })
     }
 
-    /// Finds out which classes are hot. To be called once a second.
-    pub fn look_at_heat(&mut self) {
+    /// Updates which classes are hot. To be called once a second.
+    pub fn update_heat(&mut self) {
         let classes = self.heap.classes().iter();
         let changes = classes.map(|(id, _)| (self.heap.class_changes(id), self.heap.class_usage(id).objects));
-        self.heat.look(changes);
+        self.heat.update(changes);
     }
 
     /// The classes of the heap.
@@ -402,11 +404,11 @@ impl TenantHeap {
         self.heap.expire_released(&mut self.ledger);
     }
 
-    /// Returns memory to the system that no block has: a read of an old address creates pages.
+    /// Returns memory of free frames to the system: a read of an old address creates pages.
     /// Meanwhile they count as the heap's, up to its limit. To be called once a second.
     ///
-    /// Returns whether the heap is to be closed, because its programs go on to fill more than its
-    /// limit.
+    /// Returns true if the heap must be closed, because its programs keep filling more memory than
+    /// its limit.
     pub fn clear_free_frames(&mut self) -> bool {
         let used = u64::from(self.heap.used_frames()) * FRAME_BYTES;
         let limit = u64::from(self.quota) * FRAME_BYTES;
@@ -424,8 +426,8 @@ impl TenantHeap {
         self.overuses >= OVERUSES_MAX
     }
 
-    /// Reserves what reads have filled, so that the memory is not promised to others. If there is
-    /// too little the others have it already.
+    /// Reserves the frames that reads have filled, so that no other heap can reserve that memory.
+    /// Does nothing if the budget has too few frames.
     fn reserve_filled(&mut self) {
         let missing = (self.heap.used_frames() + self.filled).saturating_sub(self.granted);
         if missing > 0 && self.budget.reserve(missing).is_ok() {
@@ -434,16 +436,16 @@ impl TenantHeap {
         }
     }
 
-    /// Ends the heap, and empties its memory.
+    /// Ends the heap, and truncates its memory.
     ///
     /// # Errors
-    /// If the memory cannot be emptied.
+    /// If the memory cannot be truncated.
     pub fn end(self) -> std::io::Result<()> {
         self.budget.release(self.granted);
         self.ledger.words.revoke()
     }
 
-    /// What the heap holds.
+    /// The report on the heap.
     pub fn report(&self, node: u16, tenant: u32) -> HeapReport {
         let usage = self.heap.usage();
         let (allocated_bytes, table_bytes) = self.ledger.words.allocated_bytes().unwrap_or_default();
@@ -481,7 +483,7 @@ fn first_number(now: SystemTime) -> u64 {
     const YEAR_2025: Duration = Duration::from_secs(1_735_689_600);
     let elapsed = now.duration_since(UNIX_EPOCH + YEAR_2025).unwrap_or_default();
     let number = elapsed.as_secs() << 14 | 1;
-    // In 2042 half of the numbers are left.
+    // Until 2041 at most half of the numbers are used.
     ObjectNumber::new(number).unwrap_or(ObjectNumber::FIRST).get()
 }
 
@@ -495,7 +497,7 @@ fn refused(error: HeapError) -> Refused {
 fn shortage(shortage: Shortage) -> Refused {
     match shortage {
         Shortage::Full => Refused::Full,
-        Shortage::NotNow => Refused::Busy,
+        Shortage::SourceUnreachable => Refused::Busy,
     }
 }
 
@@ -519,7 +521,7 @@ mod tests {
         heap
     }
 
-    /// The heap as the next process finds it.
+    /// The heap as the next process restores it.
     fn restart(heap: TenantHeap) -> TenantHeap {
         let fds = heap.ledger.words.fds().map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
         drop(heap);
@@ -546,9 +548,9 @@ mod tests {
         assert_eq!(at(u32::MAX.into()), ObjectNumber::FIRST.get(), "there are no more numbers");
         let mut heap = create(2048);
         let first = heap.allocate(100, &[]).unwrap().number;
-        assert!(first.get() > at(1_700_000_000 + 60_000_000), "it is no number of a heap of last year");
+        assert!(first.get() > at(1_700_000_000 + 60_000_000), "a heap of last year has smaller numbers");
         let next = heap.allocate(100, &[]).unwrap().number;
-        assert!(restart(heap).next > next.get(), "the next process goes on behind it");
+        assert!(restart(heap).next > next.get(), "the next process continues with greater numbers");
     }
 
     #[test]
@@ -556,7 +558,7 @@ mod tests {
         let mut heap = create(2048);
         let root = root_of(&mut heap);
         let others: Vec<Pointer> = (0..2000).map(|_| heap.allocate(100, &[]).unwrap()).collect();
-        // Of the first block the root alone is left, so it is moved.
+        // In the first block only the root is left, so it is moved.
         for (at, pointer) in others.iter().enumerate() {
             if at < 500 || at % 5 > 0 {
                 heap.free(*pointer).unwrap();
@@ -569,6 +571,6 @@ mod tests {
         heap.heap.release(root.address, root.number.get(), &mut heap.ledger).unwrap();
         let mut heap = restart(heap);
         (0..3).for_each(|_| heap.expire_released());
-        assert_eq!(root_of(&mut heap).number, root.number, "it is the same object");
+        assert_eq!(root_of(&mut heap).number, root.number, "the root is the same object");
     }
 }

@@ -20,7 +20,7 @@ pub const KEY: ClusterKey = ClusterKey([5; 32]);
 pub const SERVICE: u8 = TICKET_SERVICE;
 const OURS: Tenant = Tenant(1000);
 const THEIRS: Tenant = Tenant(1001);
-/// Of all heaps.
+/// Most memory of all heaps of the service.
 const MEMORY_BYTES: u64 = 64 << 20;
 const OBJECT_SIZE: u32 = 100;
 const OBJECT_BYTES: usize = OBJECT_SIZE as usize;
@@ -28,7 +28,7 @@ const OBJECT_BYTES: usize = OBJECT_SIZE as usize;
 /// Connects to a device with a ticket.
 type ConnectDevice = fn(SocketAddr, &Ticket) -> Result<Box<dyn Endpoint>, EndpointError>;
 
-/// What serves the memory of heaps as it is, for reads.
+/// A target that serves the memory of heaps without translation, for reads.
 #[derive(Clone)]
 pub struct Device {
     pub target: Arc<dyn Target>,
@@ -99,7 +99,7 @@ fn client_at(address: SocketAddr, device: Option<Device>, tenant: Tenant) -> Hea
     HeapClient::connect_by(Box::new(connect)).unwrap()
 }
 
-/// The bytes of a version of an object: each part of them tells the version.
+/// The bytes of a version of an object: each part contains the version.
 fn bytes_of(object: u64, version: u64) -> [u8; OBJECT_BYTES] {
     let mut bytes = [0; OBJECT_BYTES];
     for part in bytes.chunks_mut(8) {
@@ -157,7 +157,7 @@ pub fn pointers_stay_valid_through_a_compaction_and_memory_is_returned(node: &He
     assert!(report.held_bytes * 10 <= report.live_bytes * 12, "{report:?}");
     let is_returned = report.allocated_bytes * 10 <= report.live_bytes * 12;
     assert_eq!(is_returned, node.returns_memory(), "{report:?}");
-    // Without a look at the block, the service corrects the pointers.
+    // Without a scan of the block, the service corrects the pointers.
     let mut other = node.client(OURS);
     other.set_scans(false);
     for (object, pointer) in &kept {
@@ -173,7 +173,7 @@ pub fn pointers_stay_valid_through_a_compaction_and_memory_is_returned(node: &He
         assert_eq!(version_of(&out), (*object, 1));
         // A read that takes long is not valid, wherever the object is.
         let verdict = client.direct_read(pointer, &mut out).unwrap();
-        assert_ne!(verdict, ReadVerdict::Elsewhere, "it is corrected");
+        assert_ne!(verdict, ReadVerdict::Elsewhere, "the pointer is corrected");
         let is_old = client.write(&mut pointer, &bytes_of(*object, 2)).unwrap();
         if is_old {
             client.release(&mut pointer).unwrap();
@@ -237,7 +237,7 @@ pub fn reads_are_never_torn_while_objects_are_written_and_merged(node: &HeapNode
         passing.extend((0..4).map(|_| owner.allocate(OBJECT_SIZE).unwrap()));
     }
     passing.into_iter().for_each(|pointer| owner.free(pointer).unwrap());
-    // What a reader must find at least.
+    // The least version that a reader must find.
     let written: Vec<AtomicU64> = (0..OBJECTS).map(|_| AtomicU64::new(1)).collect();
     let is_over = AtomicBool::new(false);
     let reads = std::thread::scope(|scope| {
@@ -275,7 +275,7 @@ pub fn reads_are_never_torn_while_objects_are_written_and_merged(node: &HeapNode
     assert!(counts.direct > 0 && counts.corrected > 0, "{counts:?}");
 }
 
-/// The bytes of a version of a large object: each word tells the version.
+/// The bytes of a version of a large object: each word contains the version.
 fn large(len: usize, version: u64) -> Vec<u8> {
     let words = (0..len as u64).step_by(8).flat_map(|at| (version << 32 | at).to_le_bytes());
     words.take(len).collect()
@@ -300,7 +300,7 @@ pub fn large_objects_are_written_and_read_whole(node: &HeapNode) {
         assert_eq!(large_version(&out), 1);
         let old = pointer;
         client.write(&mut pointer, &large(len, 2)).unwrap();
-        assert_eq!(pointer, old, "its address is the same");
+        assert_eq!(pointer, old, "the object keeps its address");
         client.get(&mut pointer, &mut out).unwrap();
         assert_eq!(large_version(&out), 2);
         // The rest stays.
@@ -321,7 +321,7 @@ pub fn large_objects_are_written_and_read_whole(node: &HeapNode) {
     let report = node.service.report(OURS).unwrap();
     assert_eq!((report.objects, report.held_bytes, report.addresses), (0, 0, 0));
     assert!(report.allocated_bytes < 1 << 20 || !node.returns_memory(), "{report:?}");
-    // Memory for the whole object once more is what a large write needs.
+    // A large write needs memory for the whole object a second time.
     let mut pointer = client.create(&large(20 << 20, 1)).unwrap();
     let error = client.write(&mut pointer, &large(20 << 20, 2)).unwrap_err();
     assert!(matches!(error, ClientError::Refused(Refused::Full)), "{error}");
@@ -423,7 +423,7 @@ pub fn operations_end_with_completions(node: &HeapNode) {
     let queue = HeapQueue::new(node.client(OURS)).unwrap();
     let take = |id| {
         let end = queue.wait(Duration::from_secs(30)).unwrap();
-        assert_eq!(end.id, id, "they end in the order in which they began");
+        assert_eq!(end.id, id, "operations end in the order in which they began");
         end.result
     };
     assert!(queue.poll().is_none() && queue.wait(Duration::MAX).is_none(), "none was begun");
@@ -448,14 +448,14 @@ pub fn operations_end_with_completions(node: &HeapNode) {
             Err(error) => assert!(object == 8 && matches!(error, ClientError::Refused(Refused::NoObject))),
         }
     }
-    // A program that takes no completions is stopped.
+    // A program that polls no completions cannot begin more operations.
     let full = (0..).find_map(|_| queue.begin(Operation::Get(pointers[0], 8)).err());
     assert_eq!(full, Some(Operation::Get(pointers[0], 8)));
     let ends = std::iter::from_fn(|| queue.wait(Duration::MAX));
     assert_eq!(ends.count(), QUEUE_DEPTH);
     queue.begin(Operation::Release(pointers[0])).unwrap();
     queue.begin(Operation::Allocate(0)).unwrap();
-    // What is on its way at the end is forgotten.
+    // Operations in progress are discarded when the queue ends.
     drop(queue);
 }
 

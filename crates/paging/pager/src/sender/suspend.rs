@@ -139,7 +139,7 @@ impl Sender {
             let is_late = port.unanswered >= timeout && !port.endpoint.is_away();
             if is_late && !self.batches.iter().any(|batch| batch.awaits_others_with(&self.slabs, node)) {
                 tracing::debug!(node = node.0, in_flight = port.in_flight, "giving up on a memory node");
-                port.endpoint.give_up();
+                port.endpoint.treat_as_away();
                 port.unanswered = Duration::ZERO;
                 // Not all endpoints can give up.
                 if port.endpoint.is_away() {

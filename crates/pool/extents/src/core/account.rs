@@ -10,19 +10,19 @@ use aquifer_fabric::Tenant;
 use aquifer_report::UserStatistics;
 use parking_lot::{Mutex, MutexGuard};
 
-/// Sessions that a user can have at a time.
+/// Maximum number of sessions of one user.
 pub(crate) const SESSIONS_PER_USER_MAX: u32 = 64;
-/// Tries of unknown keys that a session has at first and at most.
+/// Initial and maximum number of a session's tries of unknown keys.
 ///
 /// A program tries an unknown key when it reads an extent that another program of its user has
 /// allocated. Such a key is wrong if the extent was just freed.
 pub(super) const SESSION_TRIES_MAX: u32 = 32;
-/// Tries of unknown keys that a user has at first and at most, in all sessions.
+/// Initial and maximum number of a user's tries of unknown keys, in all sessions.
 ///
-/// It is what all sessions have that a user can have at a time. So one session cannot use up the
-/// tries of the others, and a user gets no further tries by opening one session after another.
+/// The sum of the tries of all sessions that a user can have at a time. So one session cannot use
+/// up the tries of the others, and a user gains no tries by opening one session after another.
 const USER_TRIES_MAX: u32 = SESSIONS_PER_USER_MAX * SESSION_TRIES_MAX;
-/// Interval at which a session gets another try, and a user one for each session that it can have.
+/// Interval at which a session gains one try, and a user one for each session that it can have.
 pub(super) const KEY_TRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum interval between two log lines about wrong keys of a user.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -37,7 +37,7 @@ pub(crate) struct UserAccount {
     refused: AtomicU64,
 }
 
-/// A user's tries, and when they were last used.
+/// A user's tries of unknown keys, and the times of the last try and the last log line.
 #[derive(Debug)]
 struct UserTries {
     tries: KeyTries,
@@ -56,7 +56,7 @@ pub(super) struct KeyTries {
 }
 
 impl KeyTries {
-    /// The tries of a session.
+    /// Creates the tries of a session.
     pub const fn of_session() -> Self {
         Self::full(SESSION_TRIES_MAX, 1)
     }
@@ -143,7 +143,7 @@ impl UserAccount {
         let now = user.last_try_at;
         if user.last_log_at.is_none_or(|logged| now.saturating_sub(logged) >= LOG_INTERVAL) {
             user.last_log_at = Some(now);
-            tracing::warn!(user = self.tenant.0, refused, "programs of this user use keys that open nothing");
+            tracing::warn!(user = self.tenant.0, refused, "refused requests of a user with wrong keys");
         }
     }
 
@@ -160,7 +160,7 @@ impl UserAccount {
 
 /// The accounts of all users that have or had a session.
 ///
-/// They are never removed; their number is bounded by the users of the host.
+/// An account is never removed. The number of accounts is bounded by the users of the host.
 #[derive(Debug, Default)]
 pub(crate) struct UserAccounts(Mutex<BTreeMap<u32, Arc<UserAccount>>>);
 

@@ -24,7 +24,7 @@ const CLEARING_STALLED: Duration = Duration::from_secs(3);
 const CLEARING_MAX: Duration = Duration::from_secs(10);
 
 impl<P: ExtentPool> SessionCore<P> {
-    /// Answers an allocation; `ahead` equal requests, this one included, are in the ring.
+    /// Answers an allocation. `ahead` is the number of equal requests in the ring, with this one.
     pub(super) fn allocate(&mut self, request: u64, class: u8, ahead: usize) -> RingAnswer {
         let Some(class) = SizeClass::new(class) else {
             return RingAnswer::without_extent(RingStatus::BadRequest);
@@ -102,8 +102,7 @@ impl<P: ExtentPool> SessionCore<P> {
         }
     }
 
-    /// The first of the extents that an agent that was killed had already allocated for this
-    /// request.
+    /// The first of the extents that a killed agent had already allocated for this request.
     ///
     /// If some of the `count` extents are missing, frees the others and returns `None`.
     fn resume_allocation(&mut self, request: u64, class: SizeClass, count: u32) -> Option<Extent> {

@@ -1,12 +1,12 @@
 //! The core of a session: answers the requests of one program.
 //!
-//! It carries out a request, records the effect in the [`Book`], and answers. An agent that takes
-//! over resumes from the book.
+//! The core carries out a request, records the effect in the [`Book`], and answers. The next agent
+//! resumes from the book.
 //!
 //! Requests are done in order. An allocate or free is done once, whenever the agent is killed,
 //! because its effect is in the book with the request's number. Reads and writes are repeated by
-//! the next agent. So that the program cannot notice this, the requests that are answered together
-//! are one allocate or free, or writes followed by reads.
+//! the next agent. So that the program cannot observe the repetition, the requests that are
+//! answered together are one allocate or free, or writes followed by reads.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::book::{Book, BookEntry, ExtentState};
 const MAINTENANCE_EXTENTS_MAX: usize = 8;
 /// Maximum number of extents that are freed together.
 const FREED_TOGETHER_MAX: usize = 1024;
-/// Maximum bytes in stock, however busy the program is, because no other session can use them.
+/// Maximum bytes in stock. No other session can use them.
 const SESSION_STOCK_BYTES_MAX: u64 = 128 << 20;
 
 /// Whether a request may be answered together with those before it.
@@ -53,7 +53,7 @@ impl RequestKind {
     }
 }
 
-/// What a session has: the extents of its program, and the stock.
+/// Usage of the pool by a session: the extents of its program, and the stock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct SessionUsage {
     /// Extents that the program has allocated.
@@ -64,8 +64,8 @@ pub(crate) struct SessionUsage {
     pub stocked_bytes: u64,
 }
 
-/// The identity of an extent. The address alone is none, because a node that loses its memory
-/// allocates the same addresses again.
+/// The identity of an extent. The address alone does not identify it, because a node that loses its
+/// memory allocates the same addresses again.
 type ExtentId = (NodeId, u64, Key);
 
 /// The state of a session.
@@ -88,13 +88,13 @@ pub(crate) struct SessionCore<P> {
     /// Unused entries below the book's end.
     pub(super) unused_entries: Vec<u32>,
     pub(super) usage: SessionUsage,
-    /// Entries that the next request has already changed, before an earlier agent was killed.
+    /// Entries that an earlier agent had already changed for the next request when it was killed.
     pub(super) resumed: Vec<u32>,
     /// Tries of unknown keys that this session has left.
     key_tries: KeyTries,
     /// Transfers of the requests that are being answered.
     transfers: Vec<Transfer>,
-    /// For each transfer: the index of its answer, and whether the session does not know the key.
+    /// The index of the answer of each transfer, and whether its key is unknown to the session.
     transfer_answers: Vec<(usize, bool)>,
 }
 
@@ -153,7 +153,7 @@ impl<P: ExtentPool> SessionCore<P> {
         }
     }
 
-    /// Answers as many of the requests as can be answered together, at least one if there is one.
+    /// Answers the first requests that can be answered together, at least one if there is any.
     ///
     /// `first` is the number of the first request. `None` is a request that cannot be parsed.
     /// `answers` is replaced. [`Self::conclude`] must follow when they are in the ring.
@@ -249,7 +249,7 @@ impl<P: ExtentPool> SessionCore<P> {
         RingStatus::Done
     }
 
-    /// The entry that an agent that was killed had already freed for this request.
+    /// The entry that a killed agent had already freed for this request.
     fn resumed_free(&self, request: u64) -> Option<BookEntry> {
         let mut entries = self.resumed.iter().filter_map(|number| self.book.entry(*number));
         entries.find(|entry| entry.request == request && entry.state == ExtentState::Stocked)
@@ -324,7 +324,7 @@ impl<P: ExtentPool> SessionCore<P> {
     }
 
     /// Does one step of maintenance: a deferred free, or the adjustment of one size class in stock.
-    /// Returns false if nothing is to do.
+    /// Returns false if no maintenance is due.
     pub fn maintain_stock(&mut self) -> bool {
         if let Some(at) = self.deferred_frees.iter().position(|number| self.is_reachable(*number)) {
             let number = self.deferred_frees.swap_remove(at);
@@ -418,7 +418,7 @@ impl<P: ExtentPool> SessionCore<P> {
         self.usage.stocked_bytes > 0
     }
 
-    /// What the session has.
+    /// The session's usage of the pool.
     pub fn usage(&self) -> SessionUsage {
         self.usage
     }

@@ -45,7 +45,7 @@ impl Stock {
         numbers.drain(..count).collect()
     }
 
-    /// Removes all extents of which the predicate holds.
+    /// Removes all extents for which the predicate is true.
     pub fn remove_where(&mut self, class: SizeClass, is_removed: impl Fn(u32) -> bool) -> Vec<u32> {
         let all = std::mem::take(&mut self.class(class).numbers);
         let (removed, kept): (Vec<u32>, Vec<u32>) = all.into_iter().partition(|number| is_removed(*number));
@@ -71,7 +71,7 @@ impl Stock {
         Some((class, stock.demand - stock.numbers.len()))
     }
 
-    /// Forgets the demand for a size class, because the pool has no more.
+    /// Clears the demand for a size class, because the pool has no more extents.
     pub fn clear_demand(&mut self, class: SizeClass) {
         self.class(class).demand = 0;
     }

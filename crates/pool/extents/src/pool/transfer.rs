@@ -13,13 +13,13 @@ use crate::core::Transfer;
 
 /// Maximum number of completions that are polled at a time.
 pub(super) const COMPLETIONS_MAX: usize = 64;
-/// Time for which an endpoint may sleep until the next completion.
+/// Maximum sleep of an endpoint until the next completion.
 const WAIT_MAX: Duration = Duration::from_millis(20);
-/// Polls without a completion, after which the thread yields the processor, and after which a
-/// broken endpoint is given up.
+/// Polls without a completion after which the thread yields the processor, and after which the
+/// operations of a broken endpoint count as lost.
 const EMPTY_POLLS_MAX: u32 = 256;
 
-/// How a transfer ended.
+/// The outcome of a transfer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum TransferOutcome {
     Done,

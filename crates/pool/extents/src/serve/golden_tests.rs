@@ -11,7 +11,7 @@ fn golden_record_of_a_session() {
     let mut golden = golden!("record");
     let record = SessionRecord { tenant: 1, pid: 2, version: 3 };
     let text = serde_json::to_string(&record).expect("numbers can be written");
-    assert_eq!(serde_json::from_str::<SessionRecord>(&text).expect("it was just written"), record);
+    assert_eq!(serde_json::from_str::<SessionRecord>(&text).expect("the record was just written"), record);
     golden.text("session", &text);
     golden.check();
 }

@@ -14,7 +14,7 @@ use aquifer_pool::NodeId;
 use super::{AgentRingMemory, SessionParts, SessionRecord, SharedSession};
 use crate::book::{Book, InvalidBook};
 
-/// Why what the keeper held is not a session.
+/// Why an item of the keeper is not a session.
 #[derive(Debug, thiserror::Error)]
 pub enum InheritError {
     /// The record is not that of a session.
@@ -40,7 +40,7 @@ pub struct InheritedSession {
 }
 
 impl InheritedSession {
-    /// Opens what the keeper held of a session.
+    /// Opens a session that the keeper held.
     ///
     /// # Errors
     /// If record or descriptors are not those of a session, or a system call fails.
@@ -63,7 +63,7 @@ impl InheritedSession {
         self.parts.book.entries().map(|(_, entry)| entry.extent.node)
     }
 
-    /// Bytes of the extents in its book.
+    /// Bytes of the extents in the session's book.
     pub(super) fn bytes(&self) -> u64 {
         self.parts.book.entries().map(|(_, entry)| entry.extent.class.bytes()).sum()
     }

@@ -85,7 +85,7 @@ impl SessionThread {
         }
     }
 
-    /// Number of the next request, as the ring counts.
+    /// Number of the next request, as in the ring's counters.
     fn next(&self) -> u32 {
         ring_number(self.session.next_request())
     }
@@ -170,7 +170,7 @@ fn has_exited(process: &OwnedFd) -> bool {
     poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }
 
-/// The lower half of a request's number, which is what the ring's counters have.
+/// The lower half of a request's number, as in the ring's counters.
 #[expect(clippy::cast_possible_truncation, reason = "the ring's counters wrap")]
 fn ring_number(request: u64) -> u32 {
     request as u32

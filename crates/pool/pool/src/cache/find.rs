@@ -7,7 +7,7 @@ use crate::size::{SECTION_SPANS, SizeClass};
 use crate::word::SpanState;
 
 impl NodeCache {
-    /// Something free of `class` in a section. `avoid` is a span at which the caller lost too many
+    /// Free memory of `class` in a section. `avoid` is a span at which the caller lost too many
     /// races. Contended spans are searched only if `contended`.
     pub(crate) fn candidate(
         &self,

@@ -1,14 +1,14 @@
-//! The source of random key bits and of the numbers in log entries. State machines draw none
-//! themselves.
+//! The source of random key bits and of the numbers in log entries, so that state machines are
+//! deterministic.
 
 use std::hash::{Hash, Hasher};
 
 /// The numbers of one client.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum NumberSource {
-    /// Provided by the edge.
+    /// Numbers that functions of the edge return.
     System(NumberFns),
-    /// Counted, for a simulation: equal in each run, and no two clients have a number in common.
+    /// Counted numbers for a simulation: equal in each run, and different for each client.
     Counted {
         /// The next bits for a key.
         key_bits: u32,
@@ -24,7 +24,7 @@ pub enum NumberSource {
 pub struct NumberFns {
     /// Random bits for a key, which no peer can guess.
     pub key_bits: fn() -> u32,
-    /// A number that no client of this process has had before.
+    /// A number that no client of this process has used before.
     pub nonce: fn() -> u32,
 }
 
@@ -42,7 +42,7 @@ impl Hash for NumberFns {
 }
 
 impl NumberSource {
-    /// Counted numbers for client `number` of at most `clients`.
+    /// Creates counted numbers for client `number` of at most `clients`.
     #[must_use]
     pub const fn counted(number: u32, clients: u32) -> Self {
         Self::Counted { key_bits: number, nonce: number, clients }

@@ -1,5 +1,5 @@
-//! Executes actions of state machines over a node's endpoint, of one machine or of several side by
-//! side.
+//! Executes actions of state machines over a node's endpoint, of one machine or of several
+//! concurrently.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use crate::op::{Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, WordAcc
 use crate::shared_endpoint::{SharedEndpoint, SharedState};
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 
-/// Most state machines side by side.
+/// Most state machines that run concurrently.
 pub(super) const LANES_MAX: usize = 16;
 /// Most words that one of several machines reads, or writes, in one action.
 const LANE_WORDS: u32 = 2 * SECTION_SPANS;
-/// Bytes for the largest reply: a header, or [`READ_WORDS_MAX`] words.
+/// Bytes of the buffer for the largest reply: a header, or [`READ_WORDS_MAX`] words.
 const REPLY_BYTES: usize = HEADER_BYTES;
 /// Offset of the words that a single machine writes.
 const WRITTEN_AT: usize = REPLY_BYTES;
@@ -55,8 +55,8 @@ pub trait Clock: Send + Sync + Debug {
     fn now(&self) -> Duration;
 }
 
-/// How long a client waits for the answer of a node, after which the node counts as away
-/// ([`Endpoint::give_up`]).
+/// The time for which a client waits for the answer of a node, after which the node counts as away
+/// ([`Endpoint::treat_as_away`]).
 #[derive(Clone, Debug)]
 pub struct AnswerTimeout {
     /// The time without an answer.
@@ -89,7 +89,7 @@ impl<'a> AnswerWait<'a> {
         self.looked_at = self.answer_timeout.clock.now();
     }
 
-    /// Returns true once, when the time is over.
+    /// Returns true once, when the time has passed.
     fn is_over(&mut self) -> bool {
         let now = self.answer_timeout.clock.now();
         self.waited += now.saturating_sub(self.looked_at).min(WAIT_MAX);
@@ -132,12 +132,12 @@ pub(super) struct NodeConnection {
     local_key: LocalKey,
     next_id: u64,
     batch: Vec<Work>,
-    /// What each operation of the last batch found.
+    /// The value that each operation of the last batch found.
     outcomes: [u64; BATCH_MAX],
     polled: Vec<Completion>,
     /// Completions of the user's operations.
     others: Vec<Completion>,
-    /// `None` to wait as long as the endpoint does.
+    /// The timeout of operations; `None` to use only the endpoint's.
     answer_timeout: Option<AnswerTimeout>,
 }
 
@@ -194,7 +194,7 @@ impl NodeConnection {
         Layout::decode(&page).map_err(|cause| PoolError::Format { node, cause })
     }
 
-    /// Sets how long operations wait for an answer.
+    /// Sets the time for which operations wait for an answer.
     pub fn set_answer_timeout(&mut self, answer_timeout: Option<AnswerTimeout>) {
         self.answer_timeout = answer_timeout;
     }
@@ -214,7 +214,7 @@ impl NodeConnection {
         self.key
     }
 
-    /// The endpoint, for the user.
+    /// The endpoint for the user's operations.
     pub fn endpoint(&mut self) -> &mut Box<dyn Endpoint> {
         &mut self.endpoint
     }
@@ -229,7 +229,7 @@ impl NodeConnection {
         self.endpoint.drain_handle().filter(|_| self.shared.pop_has_posted())
     }
 
-    /// Polls the endpoint, so that a break is noticed. The user's completions are kept.
+    /// Polls the endpoint, to detect a break. The user's completions are kept.
     pub fn poll(&mut self) {
         self.poll_for(0, 0, &mut None);
         self.shared.put_back(&mut self.others);
@@ -334,8 +334,8 @@ impl NodeConnection {
         RemoteAddr { addr: self.base + offset, key: self.key }
     }
 
-    /// Posts the batch in order and waits until all operations have completed. `outcomes` has what
-    /// each found; completions of the user's operations are kept.
+    /// Posts the batch in order and waits until all operations have completed. `outcomes` then has
+    /// the value that each found. Completions of the user's operations are kept.
     pub fn execute(&mut self) -> Result<(), WorkError> {
         let first = self.next_id;
         let mut count = self.batch.len();
@@ -367,7 +367,7 @@ impl NodeConnection {
                 continue;
             }
             if wait.as_mut().is_some_and(AnswerWait::is_over) {
-                self.endpoint.give_up();
+                self.endpoint.treat_as_away();
                 continue;
             }
             // Every accepted operation completes, but a broken endpoint may report nothing more.
@@ -382,7 +382,8 @@ impl NodeConnection {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Polls once. Returns how many operations of the batch completed; stores the first failure.
+    /// Polls once. Returns the number of completed operations of the batch; stores the first
+    /// failure.
     fn poll_for(&mut self, first: u64, count: usize, failed: &mut Option<WorkError>) -> usize {
         self.polled.clear();
         self.endpoint.poll(&mut self.polled, POLL_MAX);
@@ -405,7 +406,7 @@ impl NodeConnection {
     }
 }
 
-/// Spins for a while, then yields the processor.
+/// Spins for [`SPINS_MAX`] polls, then yields the processor at each poll.
 fn pause(spins: u32) -> u32 {
     if spins < SPINS_MAX {
         std::hint::spin_loop();

@@ -1,4 +1,4 @@
-//! Frees many extents: in one section word by word, in different sections side by side, so that one
+//! Frees many extents: in one section word by word, in different sections concurrently, so that one
 //! trip to the node serves several sections.
 //!
 //! A state machine expects the words of the cache, so two machines of a client must not change the
@@ -20,15 +20,15 @@ type WordQueue = VecDeque<Vec<usize>>;
 #[derive(Debug)]
 struct Lane {
     op: FreeOp,
-    /// Indexes of the extents that it frees.
+    /// Indexes of the extents that the state machine frees.
     indexes: Vec<usize>,
     waiting: WordQueue,
     action: Action,
-    /// The index of its first operation in the batch.
+    /// The index of the action's first operation in the batch.
     first: usize,
 }
 
-/// The extents to be freed, and what has become of them.
+/// The extents to be freed, and their outcomes.
 #[derive(Debug)]
 struct FreeAll<'a> {
     host: Host,
@@ -37,8 +37,8 @@ struct FreeAll<'a> {
 }
 
 impl FreeAll<'_> {
-    /// Starts with the next word of a section; `None` if nothing is left that needs an access to
-    /// the node.
+    /// Starts with the next word of a section; `None` if no free that needs an access to the node
+    /// is left.
     fn start(&mut self, node: &mut ClientNode, mut waiting: WordQueue) -> Option<Lane> {
         let indexes = waiting.pop_front()?;
         let mut op = FreeOp::many(self.host, indexes.iter().map(|index| self.grants[*index]));

@@ -22,7 +22,7 @@ pub(super) struct ClientNode {
 /// Why an operation failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// By the node's words.
+    /// The operation failed by the node's words.
     Op(OpError),
     /// The connection or the node failed.
     Work(WorkError),
@@ -66,7 +66,7 @@ impl ClientNode {
         Ok(node)
     }
 
-    /// Polls the connection, so that a break is noticed. The user's completions are kept.
+    /// Polls the connection, to detect a break. The user's completions are kept.
     pub(super) fn poll(&mut self) {
         self.connection.poll();
     }
@@ -140,7 +140,7 @@ impl ClientNode {
         done.map(drop).map_err(|cause| connection_error(self.id, cause))
     }
 
-    /// The grant with the key that is in its entry now.
+    /// The grant, with the key that is in its entry now.
     pub(super) fn with_key(&mut self, grant: Grant) -> Result<Grant, PoolError> {
         self.read(WordAt::key_of(grant), 1)?;
         let key = self.words.first().map_or(Key(0), |entry| KeyEntry(*entry).key());

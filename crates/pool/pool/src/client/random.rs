@@ -10,7 +10,7 @@ use crate::cache::{NumberFns, NumberSource};
 /// Keys for which random bits are read from the system at once.
 const BATCH: usize = 64;
 
-/// The numbers that the product uses.
+/// The number source of production clients.
 pub(super) const SYSTEM: NumberSource = NumberSource::System(NumberFns { key_bits, nonce });
 
 fn key_bits() -> u32 {
@@ -21,7 +21,7 @@ fn key_bits() -> u32 {
         batched.pop().unwrap_or_else(|| {
             let mut bytes = [0; BATCH * 4];
             let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-            // Up to 256 bytes are never cut short.
+            // A request of up to 256 bytes is never answered in part.
             assert_eq!(got, Ok(bytes.len()), "the system has random bytes");
             let ([first, others @ ..], []) = bytes.as_chunks::<4>() else { unreachable!("64 of 4 bytes") };
             batched.extend(others.iter().map(|word| u32::from_ne_bytes(*word)));

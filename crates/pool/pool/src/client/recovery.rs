@@ -1,7 +1,7 @@
 //! Recovery of a dead host's memory on a node over several connections at once.
 //!
-//! The time goes into round trips, section after section, so several connections are faster than
-//! one.
+//! The time of a recovery is that of round trips, section after section, so several connections are
+//! faster than one.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -12,18 +12,18 @@ use super::{NodeId, PoolClient};
 use crate::error::PoolError;
 use crate::op::Recovered;
 
-/// Most connections.
+/// Most connections of one recovery.
 const CONNECTIONS_MAX: u32 = 4;
-/// Sections for each connection at least; for fewer, another connection costs more than it gains.
+/// Least sections for each connection. For fewer, another connection costs more than it gains.
 const SECTIONS_MIN: u32 = 64;
 
-/// Frees all that `host` owned on a node, as [`PoolClient::recover`] does.
+/// Frees all holdings of `host` on a node, as [`PoolClient::recover`] does.
 ///
 /// The caller has claimed the dead host's number: every endpoint that `connect` returns is of
 /// `host` with a new epoch, so that the dead host is fenced.
 ///
 /// # Errors
-/// The first error of any connection; then something is not freed yet.
+/// The first error of any connection. Then some holdings are not freed yet.
 pub fn recover_node<E: From<PoolError> + Send>(
     id: NodeId,
     host: Host,

@@ -1,16 +1,16 @@
-//! Grace periods: tells when all operations have ended that had begun before a given moment.
+//! Grace periods: determines when all operations have ended that had begun before a given moment.
 //!
 //! Each operation is counted in the generation in which it begins. A new generation closes the one
-//! before, and the grace period is over when no operation of the closed generation is left.
-//! Beginning and ending an operation never waits.
+//! before, and the grace period is over when no operation of the closed generation runs.
+//! The begin and the end of an operation never block.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// A counter that threads share.
 pub(super) trait SharedCounter: Default {
-    /// Its value.
+    /// The counter's value.
     fn get(&self) -> u64;
-    /// Adds one; returns the value before.
+    /// Adds one. Returns the value before.
     fn increment(&self) -> u64;
     /// Subtracts one.
     fn decrement(&self);
@@ -34,8 +34,8 @@ impl SharedCounter for AtomicU64 {
 #[derive(Debug, Default)]
 pub(super) struct GracePeriods<C: SharedCounter = AtomicU64> {
     generation: C,
-    /// Operations that run, of even generations and of odd ones. At most two generations have any,
-    /// because [`Self::next_generation`] is called only after the one before has drained.
+    /// Number of operations that run, of even and of odd generations. At most two generations have
+    /// any, because [`Self::next_generation`] is called only after the one before has drained.
     running: [C; 2],
 }
 
@@ -44,7 +44,7 @@ impl<C: SharedCounter> GracePeriods<C> {
         &self.running[usize::from(!generation.is_multiple_of(2))]
     }
 
-    /// Begins an operation; returns its generation.
+    /// Begins an operation. Returns its generation.
     pub fn begin(&self) -> u64 {
         loop {
             let generation = self.generation.get();
@@ -68,7 +68,7 @@ impl<C: SharedCounter> GracePeriods<C> {
         self.generation.get().wrapping_sub(1)
     }
 
-    /// Starts a new generation; returns the one that this closes.
+    /// Starts a new generation. Returns the one that this closes.
     ///
     /// Only one thread may call this, after it has seen the previous generation drained.
     pub fn next_generation(&self) -> u64 {
@@ -105,7 +105,7 @@ mod tests {
         }
     }
 
-    /// The step that is left out.
+    /// The omitted step.
     #[derive(Clone, Copy, PartialEq, Eq)]
     enum GraceFault {
         None,
@@ -123,7 +123,7 @@ mod tests {
     }
 
     impl ScanTest {
-        /// Allocates something, and records it.
+        /// Allocates an extent, and records it.
         fn allocate(&self, number: usize, fault: GraceFault) {
             let generation = if fault == GraceFault::BeginBlindly {
                 let generation = self.grace.generation.get();
@@ -137,7 +137,8 @@ mod tests {
             self.grace.end(generation);
         }
 
-        /// What was allocated when this begins is recorded when it ends, unless it is cancelled.
+        /// Asserts that an extent that is allocated at the beginning is recorded after the grace
+        /// period.
         fn scan(&self, fault: GraceFault) {
             if fault != GraceFault::NextAtOnce && !self.grace.is_drained(self.grace.previous_generation()) {
                 return;
@@ -163,7 +164,7 @@ mod tests {
             scene.scan(fault);
         }
         for allocator in allocators {
-            allocator.join().expect("it does not panic");
+            allocator.join().expect("the allocator does not panic");
         }
     }
 
@@ -174,10 +175,10 @@ mod tests {
     }
 
     #[test]
-    fn each_omitted_step_is_noticed() {
+    fn each_omitted_step_is_detected() {
         for fault in [GraceFault::BeginBlindly, GraceFault::NextAtOnce] {
             let outcome = catch_unwind(|| shuttle::check_random(move || play(fault), 100_000));
-            assert!(outcome.is_err(), "the test does not notice the fault");
+            assert!(outcome.is_err(), "the test does not detect the fault");
         }
     }
 }

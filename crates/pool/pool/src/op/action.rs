@@ -12,9 +12,9 @@ pub enum WordAccess {
     Cas {
         /// The word.
         at: WordAt,
-        /// What it must be.
+        /// The value that the word must have.
         expected: u64,
-        /// What it becomes.
+        /// The new value.
         desired: u64,
     },
     /// Fetch and add of 0: atomic, and in order with every CAS. Answered by the word that was
@@ -28,18 +28,18 @@ pub enum WordAccess {
     Read {
         /// The first word.
         at: WordAt,
-        /// How many.
+        /// Number of words.
         count: u32,
     },
     /// WRITE of neighbouring words. Has no answer.
     Write {
         /// The first word.
         at: WordAt,
-        /// What the first becomes.
+        /// The new value of the first word.
         first: u64,
-        /// How many others follow.
+        /// Number of words that follow.
         others: u8,
-        /// What each of these becomes.
+        /// The new value of each of these.
         value: u64,
     },
 }
@@ -138,7 +138,7 @@ impl<'a> StepResult<'a> {
     /// The first word of the answer.
     ///
     /// # Panics
-    /// If there is none: the driver has answered another action.
+    /// If there is no word: the driver has answered another action.
     pub(crate) fn found(self) -> u64 {
         *self.0.first().expect("the driver answers each CAS and probe")
     }

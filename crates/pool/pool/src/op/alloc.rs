@@ -21,7 +21,8 @@ use search::{Pass, SectionSearch};
 
 /// Allocates one extent of a node.
 ///
-/// If it is dropped before it is done, the extent may be allocated; then the inline log says so.
+/// If the operation is dropped before it is done, the extent may be allocated; then the inline log
+/// records it.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AllocOp {
     host: Host,
@@ -45,8 +46,8 @@ pub struct AllocOp {
 struct FixedGroup {
     section: u32,
     group: AlignedRun,
-    /// The key of the extent. `None` if the node allocates the group for itself: then it gets no
-    /// key, and may belong to any tenant.
+    /// The key of the extent. `None` if the node allocates the group for itself: then the group has
+    /// no key, and may belong to any tenant.
     key: Option<Key>,
 }
 
@@ -62,7 +63,7 @@ struct Committing {
     full_span: Option<u32>,
 }
 
-/// What the next CAS commits.
+/// The change that the next CAS commits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Commit {
     /// A1, or A3 if this operation has opened the span: allocates chunks.
@@ -113,7 +114,7 @@ enum AllocState {
     ClearingFull(Hint, u32),
     /// A8: writes key and record.
     Recording(Grant),
-    /// A1 has allocated chunks of a span that is another tenant's by now: frees them.
+    /// A1 has allocated chunks of a span that now belongs to another tenant: frees them.
     FreeingForeign(FreeCommit),
     /// R: reads the words of sections.
     ReadingSections {
@@ -131,7 +132,7 @@ enum AllocState {
 }
 
 impl AllocOp {
-    /// An operation that allocates an extent of `class` for `host`.
+    /// Creates an operation that allocates an extent of `class` for `host`.
     #[must_use]
     pub fn new(host: Host, class: SizeClass) -> Self {
         Self {
@@ -148,8 +149,8 @@ impl AllocOp {
         }
     }
 
-    /// An operation by which a node allocates this group of empty spans for itself, of any tenant
-    /// and without a key.
+    /// Creates an operation by which a node allocates this group of empty spans for itself, of any
+    /// tenant and without a key.
     #[must_use]
     pub fn of_group(host: Host, section: u32, group: AlignedRun) -> Self {
         let class = SizeClass::of_spans(group.order());
@@ -157,19 +158,19 @@ impl AllocOp {
         Self { fixed_group: Some(group), ..Self::new(host, class) }
     }
 
-    /// An operation that allocates this section and no other, with this key.
+    /// Creates an operation that allocates this section and no other, with this key.
     pub(super) fn of_section(host: Host, section: u32, key: Key) -> Self {
         let group = FixedGroup { section, group: AlignedRun::SECTION, key: Some(key) };
         Self { fixed_group: Some(group), ..Self::new(host, SizeClass::SECTION) }
     }
 
-    /// Leaves A8 to the caller, who posts what [`Self::pop_record`] returns.
+    /// Leaves A8 to the caller, which must post the action that [`Self::pop_record`] returns.
     pub(super) fn deferring_record(self) -> Self {
         Self { defers_record: true, ..self }
     }
 
-    /// The WRITEs of A8 that the caller has to post before any other action; empty if there are
-    /// none.
+    /// Removes and returns the WRITEs of A8, which the caller must post before any other action;
+    /// empty if there are none.
     pub(super) fn pop_record(&mut self) -> Action {
         std::mem::take(&mut self.record)
     }
@@ -223,7 +224,7 @@ impl AllocOp {
         Step::Post(action)
     }
 
-    /// Begins to allocate what the search has found.
+    /// Begins to allocate a candidate of the search.
     fn attempt(&mut self, cache: &mut NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
             Candidate::Chunks { span, run } => {
@@ -255,7 +256,7 @@ impl AllocOp {
         }
     }
 
-    /// A0 has got an answer.
+    /// Handles the answer of A0.
     fn ready_checked(
         &mut self,
         cache: &mut NodeCache,
@@ -279,7 +280,7 @@ impl AllocOp {
         }
     }
 
-    /// L has got an answer.
+    /// Handles the answer of L.
     fn flushing(
         &mut self,
         cache: &mut NodeCache,
@@ -294,7 +295,7 @@ impl AllocOp {
         }
     }
 
-    /// Searches again after a lost race. The word is cached as it was found.
+    /// Searches again after a lost race. The word is cached as found.
     fn overtaken(&mut self, cache: &mut NodeCache) -> Next<Grant> {
         lose(&mut self.lost)?;
         if !self.class.is_within_span() && self.search.pass == Pass::Cached {
@@ -304,7 +305,7 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
-    /// Posts the CAS, with what goes before and behind it.
+    /// Posts the CAS, with the actions before and after it.
     fn commit(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
         let full_span = match commit {
             Commit::Open { span } => cache.pop_unhinted_full(span / SECTION_SPANS),
@@ -334,7 +335,7 @@ impl AllocOp {
         self.post(AllocState::Committing(Committing { commit, expected, desired, key, full_span }), action)
     }
 
-    /// The CAS has got its answer.
+    /// Handles the answer of the CAS.
     fn committing(
         &mut self,
         cache: &mut NodeCache,
@@ -364,7 +365,8 @@ impl AllocOp {
         }
     }
 
-    /// A2 has succeeded. If it has set the full hint of another span, A5 of that span.
+    /// Handles the success of A2. If it has set the full hint of another span, A5 of that span
+    /// follows.
     fn opened(
         &mut self,
         cache: &mut NodeCache,
@@ -380,7 +382,7 @@ impl AllocOp {
         self.allocate_first(cache, span)
     }
 
-    /// A7 has succeeded.
+    /// Handles the success of A7.
     fn group_allocated(&mut self, cache: &mut NodeCache, section: u32, group: AlignedRun) -> Step<Grant> {
         let (chunk, class) = (first_of_group(section, group), self.class);
         let grant = match self.fixed_group {
@@ -394,7 +396,7 @@ impl AllocOp {
         Grant { chunk, class: self.class, key: cache.fresh_key(self.class) }
     }
 
-    /// A1, or A3 if this operation has opened the span, has succeeded.
+    /// Handles the success of A1, or of A3 if this operation has opened the span.
     fn chunks_allocated(
         &mut self,
         cache: &mut NodeCache,
@@ -442,14 +444,14 @@ impl AllocOp {
         }
     }
 
-    /// Frees chunks of a span that is another tenant's. They have not been returned to the caller.
+    /// Frees chunks of another tenant's span, which were not returned to the caller.
     fn free_foreign(&mut self, cache: &NodeCache, span: u32, run: AlignedRun) -> Step<Grant> {
         let freed = Freed::Chunks { span, mask: run.mask(), run };
         let (commit, action) = FreeCommit::begin(self.host, freed, self.lost, cache);
         self.post(AllocState::FreeingForeign(commit), action)
     }
 
-    /// The free of foreign chunks has got an answer.
+    /// Handles the answer of the free of foreign chunks.
     fn foreign_freed(
         &mut self,
         cache: &mut NodeCache,
@@ -488,7 +490,7 @@ impl AllocOp {
         }
     }
 
-    /// A1 or A3 has lost a race.
+    /// Handles a race that A1 or A3 has lost.
     fn chunks_lost(&mut self, cache: &mut NodeCache, posted: Committing, found: u64) -> Next<Grant> {
         let Commit::Chunks { span, is_opener, .. } = posted.commit else {
             panic!("{posted:?} allocates no chunks")

@@ -1,6 +1,6 @@
 //! L: copies a record that is still needed to the full log before it is overwritten.
 //!
-//! Needed are the records that name an owner: *alloc* in a span's word, *alloc* and *open* in a
+//! A record is needed if it names an owner: *alloc* in a span's word, *alloc* and *open* in a
 //! section's.
 
 use aquifer_fabric::Host;
@@ -23,11 +23,11 @@ pub(super) struct Flush {
 /// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum FlushState {
-    /// Reads the entry: is the record there already?
+    /// Reads the entry, to check whether it has the record already.
     ProbingEntry,
-    /// Reads the word again: if it is unchanged, the entry did not have a newer record.
+    /// Reads the word again. If it is unchanged, the entry has no newer record.
     ProbingWord { entry: u64 },
-    /// Swaps the entry, expecting what was read.
+    /// Swaps the entry, expecting the value that was read.
     WritingEntry { entry: u64 },
 }
 
@@ -37,7 +37,7 @@ pub(super) enum FlushProgress {
     Post(Action),
     /// The word may be changed now.
     Done,
-    /// The word has changed. It is cached as it was found.
+    /// The word has changed. It is cached as found.
     Overtaken,
 }
 

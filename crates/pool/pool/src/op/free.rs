@@ -22,11 +22,12 @@ pub type Outcomes = SmallVec<[Result<(), OpError>; 1]>;
 
 /// Frees extents that share a control word.
 ///
-/// If it is dropped before it is done, some may be free, and their span may be left half closed.
+/// If the operation is dropped before it is done, some extents may be free, and their span may be
+/// left half closed.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct FreeOp {
     host: Host,
-    /// The word that they share.
+    /// The control word that the extents share.
     at: WordAt,
     outcomes: Outcomes,
     /// Extents that are not freed yet. One CAS frees extents that do not overlap, or one group of
@@ -34,11 +35,11 @@ pub struct FreeOp {
     waiting: Extents,
     /// Extents that the next CAS frees.
     chosen: Extents,
-    /// Whether the cached word was read by this operation, so that it may refuse a free.
+    /// Whether this operation has read the cached word, so that it may refuse a free.
     is_fresh: bool,
     lost: u32,
-    /// The record that the word had when this free was begun by another process. As long as the
-    /// word has it, no other client has used the place since.
+    /// The record that the word had when another process began this free. As long as the word has
+    /// that record, no other client has used the place since.
     begun_at: Option<u32>,
     state: FreeState,
 }
@@ -48,10 +49,10 @@ type Extents = SmallVec<[ExtentToFree; 1]>;
 /// An extent that is to be freed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct ExtentToFree {
-    /// Its index among the outcomes.
+    /// The extent's index among the outcomes.
     index: usize,
     grant: Grant,
-    /// Its place in the word.
+    /// The extent's place in the word.
     run: AlignedRun,
     is_revoked: bool,
 }
@@ -66,26 +67,26 @@ enum FreeState {
     ReadingGroup,
     /// K: revokes the keys; the second value has the entries that the CASes expect.
     Revoking(Freed, SmallVec<[u64; 1]>),
-    /// F1 to F6: frees what was revoked.
+    /// F1 to F6: frees the extents whose keys were revoked.
     Committing(FreeCommit),
 }
 
 impl FreeOp {
-    /// An operation that frees an extent of `host`.
+    /// Creates an operation that frees an extent of `host`.
     #[must_use]
     pub fn new(host: Host, grant: Grant) -> Self {
         Self::many(host, [grant])
     }
 
-    /// An operation that frees extents of `host` that are all in the same control word.
+    /// Creates an operation that frees extents of `host` that are all in the same control word.
     ///
     /// # Panics
-    /// If there is none, or they are in different words.
+    /// If there is no extent, or they are in different words.
     #[must_use]
     pub fn many(host: Host, grants: impl IntoIterator<Item = Grant>) -> Self {
         let (mut outcomes, mut waiting, mut at) = (Outcomes::new(), Extents::new(), None);
         for (index, grant) in grants.into_iter().enumerate() {
-            assert_eq!(*at.get_or_insert(word_of(grant)), word_of(grant), "they share a control word");
+            assert_eq!(*at.get_or_insert(word_of(grant)), word_of(grant), "the extents share a control word");
             let is_of_class = grant.key == Key(0) || grant.key.class() == Some(grant.class.k());
             let run = run_of(grant).filter(|_| is_of_class);
             outcomes.push(if run.is_some() { Ok(()) } else { Err(OpError::NotAllocated) });
@@ -105,8 +106,8 @@ impl FreeOp {
     }
 
     /// Resumes a free that was begun when the word had this record, and that may be half done: the
-    /// key may be revoked already. If the word has another record by now, or gets one meanwhile,
-    /// the outcome is `NotAllocated`, although the extent may still be allocated to this host.
+    /// key may be revoked already. If the word has another record now, or gets one meanwhile, the
+    /// outcome is `NotAllocated`, although the extent may still be allocated to this host.
     #[must_use]
     pub fn resumed(self, record: u32) -> Self {
         Self { begun_at: Some(record), ..self }
@@ -213,8 +214,6 @@ impl FreeOp {
                 let freed = self.chunks();
                 self.revoke(cache, freed)
             }
-            // Code 11 may be a hint about a span that is full of chunks. The spans' own words say
-            // so.
             _ => {
                 let grant = self.chosen[0].grant;
                 let count = grant.class.chunks() / SPAN_CHUNKS;

@@ -33,9 +33,10 @@ enum HintState {
     SetFull { expected: SectionWord, from: SectionWord },
     /// A6, F2: a CAS that clears the full hint.
     ClearFull { expected: SectionWord },
-    /// F2: reads the section: does it say full?
+    /// F2: reads the section, to check whether it has the full hint.
     ProbingSection,
-    /// A6, F2: reads the span after the section was `seen`: is it open with free chunks?
+    /// A6, F2: reads the span after the section was `seen`, to check whether it is open with free
+    /// chunks.
     ProbingSpan { seen: SectionWord },
     /// C1, C2: a CAS that is not repeated if it fails.
     ChangeContended { from: SpanState, to: SpanState, expected: SectionWord },
@@ -154,7 +155,7 @@ impl Hint {
         Some(self.post(next))
     }
 
-    /// A4 has found `section`, and A5 `span`.
+    /// Handles the answers of A4, `section`, and of A5, `span`.
     fn after_full(
         &self,
         cache: &mut NodeCache,
@@ -176,7 +177,7 @@ impl Hint {
         (is_unhinted && span.is_full()).then_some(HintState::SetFull { expected: section, from })
     }
 
-    /// The section was `seen` to say full before the span was read.
+    /// Handles the read of the span. The section was `seen` with the full hint before.
     fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<HintState> {
         cache.set_span(self.span, span).ok()?;
         // The client that emptied a closed span closes it in the section, whatever hint is there.

@@ -9,9 +9,9 @@ use super::{Action, AllocOp, Grant, OpError, StateMachine, Step, StepResult};
 use crate::cache::NodeCache;
 use crate::size::SizeClass;
 
-/// Allocates as many extents as there are, up to a number.
+/// Allocates up to a number of extents, until the node is full.
 ///
-/// If it is dropped before it is done, some may be allocated.
+/// If the operation is dropped before it is done, some extents may be allocated.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AllocManyOp {
     host: Host,
@@ -24,7 +24,7 @@ pub struct AllocManyOp {
 /// The extents that were allocated together.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct GrantBatch {
-    /// At least one, unless none was requested.
+    /// The extents: at least one, unless none was requested.
     pub grants: Vec<Grant>,
     /// The error that ended the batch early; `None` if the node was full. A leak scan frees an
     /// extent that was allocated without its record.
@@ -41,7 +41,7 @@ enum AllocManyState {
 }
 
 impl AllocManyOp {
-    /// An operation that allocates up to `count` extents of `class` for `host`.
+    /// Creates an operation that allocates up to `count` extents of `class` for `host`.
     #[must_use]
     pub const fn new(host: Host, class: SizeClass, count: u32) -> Self {
         Self { host, class, count, granted: Vec::new(), state: AllocManyState::Idle }
@@ -69,7 +69,7 @@ impl StateMachine for AllocManyOp {
 }
 
 impl AllocManyOp {
-    /// Allocates the next one. `record` is A8 of the one before.
+    /// Allocates the next extent. `record` is A8 of the one before.
     fn next(&mut self, cache: &mut NodeCache, record: Action) -> Step<GrantBatch> {
         if self.granted.len() >= self.count as usize {
             return self.end(record, None);
@@ -86,7 +86,7 @@ impl AllocManyOp {
         step: Step<Grant>,
         record: Action,
     ) -> Step<GrantBatch> {
-        // An extent may be allocated though its operation still has hints to set.
+        // An extent may be allocated although its operation still has hints to set.
         let record = record.then(op.pop_record());
         match step {
             Step::Post(action) => {

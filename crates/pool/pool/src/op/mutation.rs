@@ -23,9 +23,9 @@ aquifer_mutation::mutations! {
         SetContendedBlind,
         /// C2: clear the contended hint, whatever the state of the span is now.
         ClearContendedBlind,
-        /// K, F1: free without checking that it is allocated, under that key.
+        /// K, F1: free without checking that the extent is allocated under that key.
         FreeUnchecked,
-        /// F2: do not look for a full hint after freeing chunks of a full span.
+        /// F2: do not check for a full hint after freeing chunks of a full span.
         SkipClearFull,
         /// F3: close the span in the section before its last bits are clear.
         CloseFirst,
@@ -53,7 +53,7 @@ aquifer_mutation::mutations! {
         BlindFlush,
         /// V2: read the section after its spans.
         SectionLast,
-        /// V3: free what a word said, even if the word has changed since.
+        /// V3: free the holdings in a word even if the word has changed since.
         RecoverBlind,
         /// A0, A1: allocate memory of another tenant.
         AllocateForeign,

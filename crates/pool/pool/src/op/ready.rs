@@ -1,8 +1,8 @@
 //! A0: checks that spans are ready, and not another tenant's, before they are opened or allocated
 //! whole.
 //!
-//! As a consequence, a closed span with the record *close* whose section does not say empty is a
-//! span whose closing is not finished.
+//! As a consequence, a closed span with the record *close* that is not empty in its section's word
+//! is a span whose closing is not finished.
 
 use aquifer_fabric::Host;
 
@@ -27,9 +27,9 @@ pub(super) struct ReadyCheck {
 enum ReadyState {
     /// Reads the spans and their owners.
     Surveying,
-    /// Reads the section again: is its word still as cached, after the spans were read?
+    /// Reads the section again after the spans, to check that its word is still as cached.
     ProbingSection,
-    /// Marks this span, which is closed and which its section says is empty.
+    /// Marks this span, which is closed and empty in its section's word.
     Marking(u32),
 }
 
@@ -39,9 +39,9 @@ pub(super) enum ReadyProgress {
     Post(Action),
     /// All spans are ready, and have been since the section had its cached word.
     Done,
-    /// Cached words were out of date. They are cached as they were found.
+    /// Cached words were out of date. They are cached as found.
     Overtaken,
-    /// Some spans are another tenant's, which was not known.
+    /// A span belongs to another tenant, which was not known.
     Foreign,
 }
 

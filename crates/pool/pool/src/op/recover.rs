@@ -1,5 +1,5 @@
-//! V: frees all that a dead host owns on a node. With a narrower scope, it lists what a live host
-//! owns, or frees what that host has leaked.
+//! V: frees all holdings of a dead host on a node. With a narrower scope, lists the holdings of a
+//! live host, or frees those that the host has leaked.
 //!
 //! The dead host must be fenced at the node. Ownership is decided by the words and the full log.
 //! Each change is a CAS that expects the word by which ownership was decided, and a section's word
@@ -29,24 +29,24 @@ const SPANS: usize = SECTION_SPANS as usize;
 /// Chunks of a span, as an index.
 const CHUNKS: usize = SPAN_CHUNKS as usize;
 
-/// Counts of what a recovery freed.
+/// Counts of the holdings that a recovery freed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct Recovered {
-    /// Extents.
+    /// Number of extents.
     pub extents: u64,
-    /// Chunks of these extents.
+    /// Number of chunks of these extents.
     pub chunks: u64,
-    /// Spans that the host was opening or closing.
+    /// Number of spans that the host was opening or closing.
     pub spans: u64,
-    /// Allocated chunks of which no record names the owner. Not zero only if the metadata is
+    /// Number of allocated chunks whose owner no record names. Not zero only if the metadata is
     /// damaged.
     pub unowned: u64,
 }
 
-/// Frees all that a dead host owns on a node.
+/// Frees all holdings of a dead host on a node.
 ///
-/// If it is dropped before it is done, another host can recover the same dead host from the
-/// beginning.
+/// If the operation is dropped before it is done, another host can recover the same dead host from
+/// the beginning.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RecoverOp {
     host: Host,
@@ -59,13 +59,13 @@ pub struct RecoverOp {
     end: u32,
     /// The end of the sections whose words have been read (V1).
     surveyed: u32,
-    /// For each of the last sections of that, at most [`READ_WORDS_MAX`], whether it may hold
-    /// anything.
+    /// Whether a section may have holdings, for each of the last sections whose words have been
+    /// read, at most [`READ_WORDS_MAX`].
     is_used: Vec<bool>,
     section: u32,
-    /// Races lost in this section.
+    /// Number of races lost in this section.
     lost: u32,
-    /// Chunks of this section of which no record names the owner.
+    /// Number of chunks of this section whose owner no record names.
     unowned: u64,
     /// The place of a span whose word was read again, unchanged, after the log was read.
     confirmed: Option<u8>,
@@ -99,7 +99,7 @@ enum RecoverState {
     ReadingSpans,
     /// V2: reads the spans until two READs are equal. Equal READs are not torn.
     ReadingSpansAgain,
-    /// V2: if the section's word is unchanged, it and the spans' words were so at one moment.
+    /// V2: reads the section's word again. If it is unchanged, the words are of one moment.
     ProbingSectionAgain,
     /// V2: reads the log entries of the chunks.
     ReadingChunkLog,
@@ -107,9 +107,9 @@ enum RecoverState {
     ReadingSpanLog,
     /// V3: reads a span's word again, because no record names the owner of some chunks.
     ProbingSpan(u8),
-    /// V3: revokes the keys of what is freed next.
+    /// V3: revokes the keys of the holding that is freed next.
     Revoking(Freed, Recovered),
-    /// V3: frees; the last value is the place of the next span.
+    /// V3: frees a holding; the last value is the place of the next span.
     Freeing(FreeCommit, Recovered, u8),
     /// V3: clears a full hint; the second value is the place of the next span.
     Hinting(Hint, u8),
@@ -120,14 +120,14 @@ enum RecoverState {
 }
 
 impl RecoverOp {
-    /// An operation by which a live host frees these leaked holdings, and nothing else. No
+    /// Creates an operation by which a live host frees these leaked holdings, and nothing else. No
     /// operation of the host that concerns them may be in flight.
     #[must_use]
     pub fn only(host: Host, these: impl IntoIterator<Item = Holding>) -> Self {
         Self { scope: RecoveryScope::Only(these.into_iter().collect()), ..Self::new(host, host) }
     }
 
-    /// An operation by which `host` frees all that `dead` owns.
+    /// Creates an operation by which `host` frees all holdings of `dead`.
     #[must_use]
     pub const fn new(host: Host, dead: Host) -> Self {
         Self {
@@ -222,7 +222,7 @@ impl RecoverOp {
         Step::Post(action)
     }
 
-    /// Begins the next section that may hold anything. Words of the dead host do not change, so a
+    /// Begins the next section that may have holdings. Words of the dead host do not change, so a
     /// READ of them is not torn.
     fn next_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
         let end = self.end.min(cache.section_count());
@@ -245,7 +245,7 @@ impl RecoverOp {
 
     fn surveyed(&mut self, cache: &NodeCache, words: &[u64]) -> Step<Recovered> {
         let may_hold = |word: SectionWord| {
-            // Where the dead host owns something, even a torn READ shows neither of these.
+            // If the dead host has holdings, even a torn READ shows neither of these.
             let is_offline = word.is_offline() && self.dead != Host::NODE;
             word.bits() != 0 && !is_offline
         };
@@ -282,9 +282,9 @@ impl RecoverOp {
         self.other_keys.extend_from_slice(entries);
     }
 
-    /// Removes listed extents that have got a key. Keys are written before log entries, so an
-    /// extent that has no key now had no new log entry either when the log was read. An extent that
-    /// has one is being allocated by a live client.
+    /// Removes listed extents that now have a key. Keys are written before log entries, so an
+    /// extent without a key had no new log entry either when the log was read. An extent with a key
+    /// is being allocated by a live client.
     fn remove_keyed(&mut self) {
         let mut scope = std::mem::take(&mut self.scope);
         scope.remove_keyed(self.section, |grant| self.key_of(grant) != Key(0));
@@ -365,7 +365,7 @@ impl RecoverOp {
         self.spans.map(SpanWord)
     }
 
-    /// V3: frees what the dead host owns, from the span at this place on.
+    /// V3: frees the dead host's holdings, from the span at this place on.
     fn judge_from(&mut self, cache: &NodeCache, mut place: u8) -> Step<Recovered> {
         if self.conflicts != cache.conflicts() && !Mutation::SectionLast.is_active() {
             // Another client has changed the section since its spans were read.
@@ -397,7 +397,7 @@ impl RecoverOp {
         self.next_section(cache)
     }
 
-    /// Revokes the keys of what is freed, then frees it. The CASes expect the keys that were read
+    /// Revokes the keys of a holding, then frees it. The CASes expect the keys that were read
     /// before the words, so the key of a later owner is not revoked.
     fn free(&mut self, cache: &NodeCache, freed: Freed, found: Recovered) -> Step<Recovered> {
         let action =

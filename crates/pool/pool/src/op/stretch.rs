@@ -1,7 +1,8 @@
 //! A9: allocates neighbouring sections, which together are one extent above 2 MiB.
 //!
-//! Each section is allocated as an extent of its own, and all have one key. If the host dies half
-//! way, words and log name the owner of each section, and recovery frees it like any other extent.
+//! Each section is allocated as an extent of its own, and all have one key. If the host dies
+//! meanwhile, words and log name the owner of each section, and recovery frees it like any other
+//! extent.
 
 use aquifer_fabric::{Host, Key};
 
@@ -13,13 +14,12 @@ use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SizeClass};
 use crate::word::AlignedRun;
 
-/// Stretches that may be begun and rolled back, because other clients were faster, before the node
-/// counts as full.
+/// Stretches that are begun and rolled back because of lost races before the node counts as full.
 const ATTEMPTS_MAX: u32 = 64;
 
 /// Allocates a stretch of sections, all or none.
 ///
-/// If it is dropped before it is done, some may be allocated.
+/// If the operation is dropped before it is done, some sections may be allocated.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct StretchOp {
     host: Host,
@@ -65,8 +65,8 @@ enum StretchState {
 }
 
 impl StretchOp {
-    /// An operation that allocates `count` sections for `host`. It fails with [`OpError::Full`] if
-    /// `count` is 0.
+    /// Creates an operation that allocates `count` sections for `host`. It fails with
+    /// [`OpError::Full`] if `count` is 0.
     #[must_use]
     pub const fn new(host: Host, count: u32) -> Self {
         Self {
@@ -160,8 +160,8 @@ impl StretchOp {
         self.post(StretchState::Reading { first, count, end }, Action::read(WordAt::Section(first), count))
     }
 
-    /// A0 of the sections from `from` on, before anything is allocated, so that a section of
-    /// another tenant is noticed before its neighbours are allocated.
+    /// Begins A0 of the sections from `from` on, before any is allocated, so that a section of
+    /// another tenant is detected before its neighbours are allocated.
     fn survey(&mut self, cache: &mut NodeCache, from: u32) -> Step<Grant> {
         let end = self.first + self.count;
         let Some(next) = (from..end).find(|section| cache.not_ready(*section, AlignedRun::SECTION) != 0)
@@ -199,7 +199,7 @@ impl StretchOp {
                 self.allocated += 1;
                 if self.allocated < self.count { self.allocate_next(cache, record) } else { self.end(record) }
             }
-            // Another client was faster. The section's word is cached as it was found.
+            // Another client has won the race. The section's word is cached as found.
             Step::Done(Err(OpError::Full)) => {
                 self.lost += 1;
                 self.lost_at = self.first + self.allocated;
@@ -216,8 +216,8 @@ impl StretchOp {
         self.post(StretchState::Ending, record)
     }
 
-    /// Frees the sections that were allocated. The last one gets its key first, because K expects a
-    /// key.
+    /// Frees the sections that were allocated. The key of the last one is written first, because K
+    /// expects a key.
     fn roll_back(&mut self, cache: &mut NodeCache, record: Action, failure: Option<OpError>) -> Step<Grant> {
         if record.is_empty() {
             return self.free_last(cache, failure);
@@ -254,7 +254,7 @@ impl StretchOp {
             Step::Post(action) => self.post(StretchState::RollingBack(op, failure), action),
             Step::Done(outcomes) => match outcomes.and_then(|outcomes| outcomes[0]) {
                 Ok(()) => self.free_last(cache, failure),
-                // This host now has leaked a section. The caller reports the node as suspect.
+                // This host has leaked a section. The caller reports the node as suspect.
                 Err(error) => Step::Done(Err(error)),
             },
         }

@@ -9,7 +9,7 @@ use super::{IllegalWord, InlineLog, high, join, log, low, section, span};
 pub struct LogEntry(pub u64);
 
 impl LogEntry {
-    /// The entry that keeps the record of a control word.
+    /// Creates the entry that keeps the record of a control word.
     #[must_use]
     pub const fn of(word: u64, nonce: u32) -> Self {
         Self(join(nonce, high(word)))

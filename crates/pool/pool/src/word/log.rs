@@ -30,8 +30,8 @@ pub enum LogOp {
     /// In a section's word: the span became empty. In a span's word: the run was freed, and nothing
     /// else is allocated.
     Close,
-    /// The span is closed, and its section says empty, so that it may be opened or allocated whole.
-    /// In spans' words only.
+    /// The span is closed, and empty in its section's word, so that it may be opened or allocated
+    /// whole. In spans' words only.
     Ready,
 }
 

@@ -70,8 +70,8 @@ impl AlignedRun {
 
     /// The number among all aligned runs of a word of `places` (16 or 32).
     ///
-    /// It is the number of a node in a binary tree whose root, the whole word, is 1. Six bits hold
-    /// it.
+    /// The runs are the nodes of a binary tree whose root, the whole word, has the number 1. Six
+    /// bits hold the number.
     #[must_use]
     pub(super) const fn number(self, places: u8) -> u32 {
         ((places >> self.order) + (self.first >> self.order)) as u32

@@ -11,7 +11,7 @@ const _: () = assert!(PLACES as u32 == SECTION_SPANS);
 /// The even bits, one for each span.
 const EVEN: u32 = 0x5555_5555;
 
-/// Where a group of each order may begin; span i is bit 2·i.
+/// The places at which a group of each order may begin; span i is bit 2·i.
 const ALIGNED: [u32; 5] = [EVEN, 0x1111_1111, 0x0101_0101, 0x0001_0001, 0x0000_0001];
 
 /// The state of a span in its section's word.
@@ -23,7 +23,7 @@ pub enum SpanState {
     Partial,
     /// Open for chunks, but hosts have lost several races at it, so that others search elsewhere.
     Contended,
-    /// If its word is closed, allocated whole; else probably without a free chunk.
+    /// Allocated whole if the span's word is closed; else probably without a free chunk.
     Full,
 }
 
@@ -201,7 +201,7 @@ impl SectionWord {
     /// the log.
     ///
     /// # Errors
-    /// What is illegal.
+    /// The reason why the word is illegal.
     pub fn check(self) -> Result<(), IllegalWord> {
         let bits = self.bits();
         let Some(log) = self.log()? else {

@@ -9,7 +9,7 @@ use crate::size::{SPAN_CHUNKS, SizeClass};
 pub(super) const PLACES: u8 = 32;
 const _: () = assert!(PLACES as u32 == SPAN_CHUNKS);
 
-/// Where a run of each order may begin.
+/// The places at which a run of each order may begin.
 const ALIGNED: [u32; 6] = [0xffff_ffff, 0x5555_5555, 0x1111_1111, 0x0101_0101, 0x0001_0001, 0x0000_0001];
 
 /// The control word of a span.
@@ -67,7 +67,7 @@ impl SpanWord {
         self.with(self.bits() | run.mask(), LogOp::Alloc, run, host)
     }
 
-    /// The word after `host` has freed a run. It is closed if nothing else is allocated.
+    /// The word after `host` has freed a run. The span is closed if no other chunk is allocated.
     #[must_use]
     pub const fn free(self, run: AlignedRun, host: Host) -> Self {
         self.free_mask(run.mask(), run, host)
@@ -111,7 +111,7 @@ impl SpanWord {
     /// log.
     ///
     /// # Errors
-    /// What is illegal.
+    /// The reason why the word is illegal.
     pub fn check(self) -> Result<(), IllegalWord> {
         let bits = self.bits();
         let Some(log) = self.log()? else {

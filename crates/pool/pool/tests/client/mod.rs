@@ -1,4 +1,4 @@
-//! The client, over the providers that need no device.
+//! Tests of the client over the providers that need no device.
 
 mod shm;
 mod tcp;

@@ -1,4 +1,4 @@
-//! The client over shared memory.
+//! Tests of the client over shared memory.
 
 #[path = "suite.rs"]
 mod suite;

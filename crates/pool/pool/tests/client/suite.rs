@@ -1,4 +1,4 @@
-//! Tests of the client that run over every fabric: several threads at one node, and all that a
+//! Tests of the client that run over every fabric: several threads at one node, and requests that a
 //! client refuses.
 
 use std::collections::HashSet;
@@ -155,7 +155,7 @@ fn worker(bed: &Bed, host: u16) {
             let index = usize::try_from(next(owned.len() as u64)).unwrap();
             let (extent, stamp) = owned.swap_remove(index);
             stamper.verify(&mut client, &extent, stamp);
-            client.free(extent).expect("it is ours");
+            client.free(extent).expect("the extent is this host's");
         }
     }
     assert!(full < Bed::TURNS);
@@ -164,7 +164,7 @@ fn worker(bed: &Bed, host: u16) {
     }
     let extents: Vec<Extent> = owned.into_iter().map(|(extent, _)| extent).collect();
     let freed = client.free_many(NODE, &extents).expect("the node lives");
-    freed.into_iter().for_each(|freed| freed.expect("it is ours"));
+    freed.into_iter().for_each(|freed| freed.expect("the extent is this host's"));
 }
 
 /// Runs four threads at a node of `sections` sections.
@@ -202,12 +202,12 @@ fn every_size_is_aligned_opened_by_its_key_and_counted() {
     assert_eq!((client.free_bytes(NODE), client.total_bytes(NODE)), (2 * SECTION_BYTES, 2 * SECTION_BYTES));
     let stamper = Stamper::new(&mut client);
     for k in 0..SizeClass::COUNT {
-        let extent = client.allocate(NODE, class(k)).expect("it is empty");
+        let extent = client.allocate(NODE, class(k)).expect("the node is empty");
         assert_eq!(extent.addr % extent.class.bytes(), 0);
         assert_eq!(client.free_bytes(NODE), 2 * SECTION_BYTES - class(k).bytes());
         stamper.write(&mut client, &extent, k.into());
         stamper.verify(&mut client, &extent, k.into());
-        client.free(extent).expect("it is ours");
+        client.free(extent).expect("the extent is this host's");
         assert_eq!(client.free_bytes(NODE), 2 * SECTION_BYTES);
     }
 }
@@ -222,20 +222,20 @@ fn a_node_can_be_allocated_to_the_last_chunk() {
         .free_many(NODE, &extents)
         .expect("the node lives")
         .into_iter()
-        .for_each(|freed| freed.expect("it is ours"));
+        .for_each(|freed| freed.expect("the extent is this host's"));
     extents = (0..512).map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room")).collect();
     assert_eq!(extents.iter().map(|extent| extent.addr).collect::<HashSet<_>>().len(), 512);
     assert_eq!(client.free_bytes(NODE), 0);
     assert!(matches!(client.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
-    // Another host finds what is freed, although it has seen the node full.
+    // Another host finds the freed chunk, although it has seen the node full.
     let mut other = bed.client(2);
     assert!(matches!(other.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
-    client.free(extents[300]).expect("it is ours");
+    client.free(extents[300]).expect("the extent is this host's");
     assert_eq!(other.allocate(NODE, SizeClass::CHUNK).expect("one is free").addr, extents[300].addr);
 }
 
 #[test]
-fn what_is_not_ours_cannot_be_freed() {
+fn extents_of_others_cannot_be_freed() {
     let bed = bed(2);
     let (mut mine, mut other) = (bed.client(1), bed.client(2));
     for k in 0..SizeClass::COUNT {
@@ -251,7 +251,7 @@ fn what_is_not_ours_cannot_be_freed() {
             let part = Extent { class: class(k - 1), ..extent };
             assert!(matches!(mine.free(part), Err(PoolError::NotAllocated { .. })), "k = {k}");
         }
-        mine.free(extent).expect("it is ours");
+        mine.free(extent).expect("the extent is this host's");
         assert!(matches!(mine.free(extent), Err(PoolError::NotAllocated { .. })), "twice, k = {k}");
     }
     other.refresh(NODE).expect("the node lives");
@@ -261,22 +261,23 @@ fn what_is_not_ours_cannot_be_freed() {
 /// An extent that was freed and allocated again is another extent, although it has the same place
 /// and size.
 #[test]
-fn what_is_freed_twice_does_not_free_anothers() {
+fn a_second_free_does_not_free_the_extent_of_another() {
     let bed = bed(2);
     let mut client = bed.client(1);
     for k in 0..SizeClass::COUNT {
         let stale = client.allocate(NODE, class(k)).expect("room");
-        client.free(stale).expect("it is ours");
+        client.free(stale).expect("the extent is this host's");
         let fresh = client.allocate(NODE, class(k)).expect("room");
         assert_eq!(fresh.addr, stale.addr, "k = {k}");
         // Other allocations in the same words overwrite the record of this one.
         let others: Vec<Extent> = (0..3).filter_map(|_| client.allocate(NODE, class(k)).ok()).collect();
         assert!(matches!(client.free(stale), Err(PoolError::NotAllocated { .. })), "k = {k}");
         assert!(
-            client.is_current(fresh).expect("it answers") && !client.is_current(stale).expect("it answers")
+            client.is_current(fresh).expect("the node answers")
+                && !client.is_current(stale).expect("the node answers")
         );
-        client.free(fresh).expect("it is ours");
-        others.into_iter().for_each(|extent| client.free(extent).expect("it is ours"));
+        client.free(fresh).expect("the extent is this host's");
+        others.into_iter().for_each(|extent| client.free(extent).expect("the extent is this host's"));
     }
     assert_eq!(client.free_bytes(NODE), 2 * SECTION_BYTES);
 }
@@ -301,8 +302,8 @@ fn keys_open_their_extent_only_to_its_tenant() {
         let refused = Err(WorkError::RemoteAccess);
         assert_eq!(try_execute(&mut own, &extent, read(&stampers[0], there)), refused, "k = {k}");
         assert_eq!(try_execute(&mut foreign, &extent, read(&stampers[2], last)), refused, "k = {k}");
-        own.free(extent).expect("it is ours");
-        own.free(neighbour).expect("it is ours");
+        own.free(extent).expect("the extent is this host's");
+        own.free(neighbour).expect("the extent is this host's");
         // On an RDMA device a window stays open until the node closes it.
         bed.target().expel(extent.addr..extent.addr + extent.class.bytes());
         assert_eq!(try_execute(&mut own, &extent, read(&stampers[0], last)), refused, "k = {k}");
@@ -322,53 +323,60 @@ fn another_tenant_gets_only_cleared_memory() {
         let extents: Vec<Extent> = std::iter::from_fn(|| first.allocate(NODE, class(k)).ok()).collect();
         assert_eq!(extents.len(), 512 >> k);
         extents.iter().for_each(|extent| stampers[0].write(&mut first, extent, 77));
-        extents.iter().for_each(|extent| first.free(*extent).expect("it is ours"));
+        extents.iter().for_each(|extent| first.free(*extent).expect("the extent is this host's"));
         let none = second.allocate(NODE, class(k));
         assert!(matches!(none, Err(PoolError::Full { .. })), "k = {k}: {none:?}");
-        let again = first.allocate(NODE, class(k)).expect("its own tenant may allocate it at once");
-        first.free(again).expect("it is ours");
+        let again = first.allocate(NODE, class(k)).expect("the same tenant may allocate it at once");
+        first.free(again).expect("the extent is this host's");
 
         let group = node_memory.find_uncleared(0).expect("all of it was used");
         assert_eq!(group.len(), 16);
-        let allocated = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
-        assert!(matches!(first.allocate(NODE, class(k)), Err(PoolError::Full { .. })), "it is being cleared");
+        let allocated =
+            node.allocate_group(NODE, 0, group).expect("the node answers").expect("the group is free");
+        assert!(
+            matches!(first.allocate(NODE, class(k)), Err(PoolError::Full { .. })),
+            "the memory is being cleared"
+        );
         node_memory.revoke_keys(&allocated);
         bed.target().expel(allocated.addr..allocated.addr + allocated.class.bytes());
         node_memory.clear(&allocated);
-        node.free(allocated).expect("it is the node's");
+        node.free(allocated).expect("the group is the node's");
         assert_eq!(node_memory.find_uncleared(0), None);
 
-        let fresh = second.allocate(NODE, class(k)).expect("it has no owner");
+        let fresh = second.allocate(NODE, class(k)).expect("the memory has no owner");
         let remote = RemoteAddr { addr: fresh.addr, key: fresh.key };
         execute(&mut second, &fresh, Verb::Read { local: stampers[1].local(&fresh), remote });
         let mut found = vec![1; usize::try_from(fresh.class.bytes()).unwrap()];
         stampers[1].memory.read(0, &mut found);
         assert!(found.iter().all(|byte| *byte == 0), "k = {k}");
-        second.free(fresh).expect("it is ours");
-        let group = node_memory.find_uncleared(0).expect("it was used");
-        let allocated = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
+        second.free(fresh).expect("the extent is this host's");
+        let group = node_memory.find_uncleared(0).expect("the memory was used");
+        let allocated =
+            node.allocate_group(NODE, 0, group).expect("the node answers").expect("the group is free");
         node_memory.clear(&allocated);
-        node.free(allocated).expect("it is the node's");
+        node.free(allocated).expect("the group is the node's");
     }
 }
 
-/// A node whose connection broke frees what it was changing, and keeps its offline sections.
+/// A node whose connection broke frees the section that it was changing, and keeps offline
+/// sections.
 #[test]
 fn a_recovery_within_one_section_does_not_change_others() {
     let bed = Bed::bare();
     let node_memory = lend(&bed, 3);
     let mut node = bed.client_of(4095, u32::MAX);
-    let allocated = [0, 2]
-        .map(|section| node.allocate_group(NODE, section, AlignedRun::SECTION).unwrap().expect("it is free"));
+    let allocated = [0, 2].map(|section| {
+        node.allocate_group(NODE, section, AlignedRun::SECTION).unwrap().expect("the group is free")
+    });
     drop(node);
     let mut node = bed.client_of(4095, u32::MAX);
-    let recovered = node.recover_within(NODE, Host::NODE, 0..1).expect("it answers");
+    let recovered = node.recover_within(NODE, Host::NODE, 0..1).expect("the node answers");
     assert_eq!((recovered.extents, recovered.chunks), (1, 512));
     assert_eq!([0, 1, 2].map(|section| node_memory.is_offline(section)), [false, false, true]);
     assert_eq!(node.total_bytes(NODE), 2 * SECTION_BYTES);
     assert_eq!(node_memory.section_extent(2), allocated[1]);
-    node.free(allocated[1]).expect("it is the node's");
-    node.refresh(NODE).expect("it answers");
+    node.free(allocated[1]).expect("the group is the node's");
+    node.refresh(NODE).expect("the node answers");
     assert_eq!((node.total_bytes(NODE), node.free_bytes(NODE)), (3 * SECTION_BYTES, 3 * SECTION_BYTES));
 }
 
@@ -380,7 +388,7 @@ fn chunks_are_not_freed_as_a_whole_span() {
         (0..32).map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room")).collect();
     let span = Extent { class: SizeClass::SPAN, ..chunks[0] };
     assert!(matches!(client.free(span), Err(PoolError::NotAllocated { .. })));
-    chunks.into_iter().for_each(|chunk| client.free(chunk).expect("it is ours"));
+    chunks.into_iter().for_each(|chunk| client.free(chunk).expect("the extent is this host's"));
 }
 
 #[test]
@@ -398,7 +406,7 @@ fn the_users_completions_are_not_lost_in_the_pool() {
     client.endpoint(NODE).expect("connected").post(&batch).expect("the queue holds its depth");
     // The queue is full of the user's operations, and the pool's operations still complete.
     let second = client.allocate(NODE, SizeClass::SPAN).expect("room");
-    client.free(second).expect("it is ours");
+    client.free(second).expect("the extent is this host's");
     // The pool keeps at most as many completions as the queue holds; then the user must poll.
     let endpoint = client.endpoint(NODE).expect("connected");
     assert!(endpoint.post(&batch[..1]).is_err());
@@ -503,9 +511,9 @@ fn the_node_and_a_client_count_the_same_free_bytes() {
         allocated.push(client.allocate(NODE, class(k)).expect("room"));
         expected -= class(k).bytes();
         assert_eq!(node_memory.free_bytes(), expected);
-        client.refresh(NODE).expect("it answers");
+        client.refresh(NODE).expect("the node answers");
         assert_eq!(client.free_bytes(NODE), expected);
     }
-    allocated.into_iter().for_each(|extent| client.free(extent).expect("ours"));
+    allocated.into_iter().for_each(|extent| client.free(extent).expect("the extent is this host's"));
     assert_eq!(node_memory.free_bytes(), 3 * SECTION_BYTES);
 }

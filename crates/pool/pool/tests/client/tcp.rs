@@ -1,4 +1,4 @@
-//! The client over TCP.
+//! Tests of the client over TCP.
 
 #[path = "suite.rs"]
 mod suite;

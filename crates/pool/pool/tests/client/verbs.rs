@@ -1,4 +1,4 @@
-//! The client over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`.
+//! Tests of the client over the RDMA device with the IP address in `AQUIFER_VERBS_ADDRESS`.
 
 #[path = "suite.rs"]
 mod suite;
@@ -18,7 +18,7 @@ struct Bed {
 }
 
 impl Bed {
-    /// What runs the device may be an emulator.
+    /// Few turns, because the device may be emulated.
     const TURNS: u64 = 100;
 
     fn bare() -> Self {

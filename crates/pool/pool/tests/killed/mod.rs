@@ -1,7 +1,7 @@
 //! Real processes that are killed or stopped at every step, over real fabrics.
 //!
-//! Afterwards all that they owned is free, all that others own is unchanged, and what a stopped
-//! process does later changes nothing.
+//! Afterwards all memory that they owned is free, the memory of others is unchanged, and later
+//! operations of a stopped process change nothing.
 
 mod scene;
 mod victim;
@@ -48,13 +48,13 @@ fn a_host_may_be_stopped_at_any_step_over_shm() {
 #[test]
 fn a_host_that_is_stopped_in_the_middle_of_an_access_does_not_block_others() {
     let (shm, tcp) = (over_shm(), over_tcp());
-    // Over shm the host itself copies, nearly all of the time.
+    // Over shm the host itself copies, so it is usually stopped in the middle of an access.
     assert!((0..50).any(|_| shm.stop_in_the_middle()));
-    // Over tcp the node copies.
+    // Over tcp the node copies, so the host is never stopped in the middle of an access.
     assert!(!(0..4).any(|_| tcp.stop_in_the_middle()));
 }
 
-/// Not a test by itself: the other tests start it.
+/// The victim's process, which the other tests start.
 #[test]
 fn victim() {
     victim::run_if_started();

@@ -20,7 +20,7 @@ use super::victim::{self, DATA_BYTES, EARLIER, KEY, NODE, StepMoment, TENANT, VI
 
 const SECTIONS: u64 = 5;
 const LIVE: Host = Host(1);
-/// Size classes of the extents that the live host owns all the time, in sections that the victim
+/// Size classes of the extents that the live host owns throughout, in sections that the victim
 /// uses, too.
 const OWNED: [u8; 4] = [0, 0, 2, 5];
 const STAMP: u64 = 0x5a5a_0001_0002_0003;
@@ -28,7 +28,7 @@ const STAMP: u64 = 0x5a5a_0001_0002_0003;
 /// Epochs for which the keys of extents are checked. Keys have 27 random bits, so that over all
 /// steps some key is equal to an earlier one by chance.
 const CHECKED_EPOCHS: u64 = 8;
-/// The script of the victim has at least this number of steps.
+/// Least number of steps of the victim's script.
 const STEPS_MIN: usize = 100;
 
 /// Runs a victim for every `stride`-th step of the script, which ends before the step, and another
@@ -43,7 +43,7 @@ pub fn at_every_step(scene: &KilledScene, end: VictimEnd, recoverer: Recoverer, 
     }
 }
 
-/// The host that frees what the victim owned.
+/// The host that frees the victim's extents.
 #[derive(Clone, Copy, Debug)]
 pub enum Recoverer {
     /// Another host, by recovery.
@@ -61,7 +61,7 @@ pub struct KilledScene {
     live: RefCell<LiveHost>,
     /// The epoch of the next victim.
     epoch: Cell<u64>,
-    /// Extents that any host has been granted, with the epoch in which they were.
+    /// Extents that were granted to any host, with the epoch of the grant.
     granted: RefCell<HashMap<Extent, u64>>,
 }
 
@@ -76,12 +76,13 @@ struct LiveHost {
 }
 
 impl KilledScene {
-    /// A scene at a target that `reach` connects to. The target may use files in `folder`.
+    /// Creates a scene at the target with the address `reach`. The target may use files in
+    /// `folder`.
     pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: FabricAddress) -> Self {
         let node_memory = NodeMemory::create(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
         let mut client = connect(&reach, LIVE, 1);
         let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
-        let endpoint = client.endpoint(NODE).expect("it is connected");
+        let endpoint = client.endpoint(NODE).expect("the node is connected");
         let local = endpoint.register_local(Arc::clone(&data)).expect("room");
         let mut live = LiveHost { client, owned: Vec::new(), granted: Vec::new(), data, local };
         for k in OWNED {
@@ -99,8 +100,8 @@ impl KilledScene {
         }
     }
 
-    /// Runs a victim that ends at a step, and frees what it owned; false if its script ended
-    /// before.
+    /// Runs a victim that ends at a step, and frees its extents. Returns false if the victim's
+    /// script ended before.
     pub fn play(&self, step: usize, moment: StepMoment, end: VictimEnd, recoverer: Recoverer) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         self.run_earlier_victim(epoch);
@@ -121,11 +122,13 @@ impl KilledScene {
         if end == VictimEnd::Kill {
             let others = live.allocate_everything();
             assert_eq!(self.node_memory.free_bytes(), 0, "{when}: everything can be allocated");
-            others.into_iter().for_each(|extent| live.client.free(extent).expect("it is ours"));
+            others
+                .into_iter()
+                .for_each(|extent| live.client.free(extent).expect("the extent is this host's"));
         }
         if end == VictimEnd::Stop && !has_ended {
             let was_killed = self.continue_stopped(&mut live, child);
-            assert!(!was_killed, "it was stopped between two accesses");
+            assert!(!was_killed, "the victim was stopped between two accesses");
         }
         let owned = live.owned.clone();
         owned.iter().for_each(|extent| live.verify(extent));
@@ -150,18 +153,18 @@ impl KilledScene {
         let layout = self.node_memory.layout;
         let written = (0..layout.sections())
             .map(|section| layout.chunk_data_at(section * SECTION_CHUNKS))
-            .map(|at| usize::try_from(at).expect("it is mapped") + DATA_BYTES - 8);
+            .map(|at| usize::try_from(at).expect("the memory is mapped") + DATA_BYTES - 8);
         let ends: Vec<usize> = written.collect();
         let word = |at: &usize| self.node_memory.memory.atomic_u64(*at).load(Ordering::SeqCst);
         for at in &ends {
             self.node_memory.memory.atomic_u64(*at).store(0, Ordering::SeqCst);
         }
         while ends.iter().all(|at| word(at) == 0) {
-            let ended = waitpid(Some(child.pid), WaitOptions::NOHANG).expect("it is ours");
+            let ended = waitpid(Some(child.pid), WaitOptions::NOHANG).expect("the victim is a child");
             assert!(ended.is_none(), "the victim has ended: {ended:?}");
             std::thread::yield_now();
         }
-        kill_process(child.pid, Signal::STOP).expect("it is there");
+        kill_process(child.pid, Signal::STOP).expect("the victim runs");
         assert!(wait_for(child.pid, VictimEnd::Stop));
         self.granted.borrow_mut().extend(victim::granted(&mut child).map(|extent| (extent, epoch)));
         self.target.fence(VICTIM, epoch);
@@ -172,25 +175,25 @@ impl KilledScene {
         self.continue_stopped(&mut self.live.borrow_mut(), child)
     }
 
-    /// Continues a stopped victim after the live host has allocated all that the victim owned.
+    /// Continues a stopped victim after the live host has allocated all memory of the victim.
     /// Returns whether the victim was killed instead.
     fn continue_stopped(&self, live: &mut LiveHost, child: Victim) -> bool {
         let others = live.allocate_everything();
         assert_eq!(self.node_memory.free_bytes(), 0, "everything can be allocated");
-        kill_process(child.pid, Signal::CONT).expect("it was not waited for");
-        drop(child.leash);
+        kill_process(child.pid, Signal::CONT).expect("the victim is a child");
+        drop(child.stdin);
         // It finds that it is fenced; or it was killed, if it was stopped in the middle of an
         // access.
-        let ended = waitpid(Some(child.pid), WaitOptions::empty()).expect("it is ours");
-        let (_, status) = ended.expect("it was waited for");
+        let ended = waitpid(Some(child.pid), WaitOptions::empty()).expect("the victim is a child");
+        let (_, status) = ended.expect("waitpid has returned the child");
         others.iter().for_each(|extent| live.verify(extent));
         for extent in others {
-            live.client.free(extent).expect("it is ours");
+            live.client.free(extent).expect("the extent is this host's");
         }
         status.signaled()
     }
 
-    /// A host that owns extents of several sizes, and is dead.
+    /// Runs a host that allocates extents of several sizes, and then counts as dead.
     fn run_earlier_victim(&self, epoch: u64) {
         let mut earlier = connect(&self.reach, EARLIER, epoch);
         for k in [0, 1, 4, 6] {
@@ -201,8 +204,7 @@ impl KilledScene {
         self.target.fence(EARLIER, epoch);
     }
 
-    /// Asserts that only the live host owns chunks, and that no other key that was granted opens
-    /// anything.
+    /// Asserts that only the live host owns chunks, and that no other granted key is bound.
     fn assert_all_else_free(&self, when: &str) {
         let mut live = self.live.borrow_mut();
         let owned: u64 = live.owned.iter().map(|extent| extent.class.bytes()).sum();
@@ -223,9 +225,9 @@ impl KilledScene {
     fn is_bound(&self, extent: &Extent) -> bool {
         let layout = self.node_memory.layout;
         let chunk =
-            layout.chunk_of(extent.addr - self.node_memory.region.base).expect("it is an extent's address");
+            layout.chunk_of(extent.addr - self.node_memory.region.base).expect("the address is an extent's");
         let entry = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
-        let at = usize::try_from(layout.word_at(entry)).expect("it is mapped");
+        let at = usize::try_from(layout.word_at(entry)).expect("the memory is mapped");
         KeyEntry(self.node_memory.memory.atomic_u64(at).load(Ordering::SeqCst)).key() == extent.key
     }
 }
@@ -242,7 +244,7 @@ impl LiveHost {
         Some(extent)
     }
 
-    /// Allocates all that is free, in extents as large as possible.
+    /// Allocates all free memory, in extents as large as possible.
     fn allocate_everything(&mut self) -> Vec<Extent> {
         let mut allocated = Vec::new();
         for k in (0..SizeClass::COUNT).rev() {
@@ -271,7 +273,7 @@ impl LiveHost {
     }
 
     fn execute(&mut self, verb: Verb) {
-        let endpoint = self.client.endpoint(NODE).expect("it is connected");
+        let endpoint = self.client.endpoint(NODE).expect("the node is connected");
         endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("room");
         let mut done: Vec<Completion> = Vec::new();
         while endpoint.poll(&mut done, 1) == 0 {
@@ -300,8 +302,8 @@ fn connect(reach: &FabricAddress, host: Host, epoch: u64) -> PoolClient {
 
 /// Waits until the victim is killed or stopped; false if it has exited.
 fn wait_for(child: Pid, end: VictimEnd) -> bool {
-    let status = waitpid(Some(child), WaitOptions::UNTRACED).expect("it is ours");
-    let (_, status): (Pid, WaitStatus) = status.expect("it was waited for");
+    let status = waitpid(Some(child), WaitOptions::UNTRACED).expect("the victim is a child");
+    let (_, status): (Pid, WaitStatus) = status.expect("waitpid has returned the child");
     match (status.exit_status(), end) {
         (Some(code), _) => {
             assert_eq!(code, 0, "the victim failed before its end");
@@ -312,7 +314,7 @@ fn wait_for(child: Pid, end: VictimEnd) -> bool {
             true
         }
         (None, VictimEnd::Stop | VictimEnd::Write) => {
-            assert!(status.stopped(), "it is stopped: {status:?}");
+            assert!(status.stopped(), "the victim is not stopped: {status:?}");
             true
         }
     }

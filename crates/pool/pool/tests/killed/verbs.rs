@@ -53,7 +53,7 @@ fn a_host_that_is_stopped_in_the_middle_of_an_access_does_not_block_others() {
     assert!(!over_verbs().stop_in_the_middle());
 }
 
-/// Not a test by itself: the other tests start it.
+/// The victim's process, which the other tests start.
 #[test]
 fn victim() {
     aquifer_fabric_verbs::install();

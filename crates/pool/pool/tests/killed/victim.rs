@@ -25,19 +25,19 @@ pub const KEY: ClusterKey = ClusterKey([3; 32]);
 const VARIABLE: &str = "AQUIFER_TEST_VICTIM";
 pub const DATA_BYTES: usize = 2 << 20;
 
-/// How the victim ends.
+/// The end of the victim.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum VictimEnd {
     /// SIGKILL.
     Kill,
-    /// SIGSTOP: it may be continued later.
+    /// SIGSTOP: the victim may be continued later.
     Stop,
-    /// It writes the same section again and again, until the test stops it.
+    /// The victim writes the same section repeatedly, until the test stops it.
     Write,
 }
 
-/// The moment of its end: before a step is posted, or after it is posted and before its completion
-/// is polled.
+/// The moment of the victim's end: before a step is posted, or after it is posted and before its
+/// completion is polled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StepMoment {
     Before,
@@ -47,29 +47,30 @@ pub enum StepMoment {
 /// A victim that was started.
 pub struct Victim {
     pub pid: Pid,
-    /// As long as this is open, the victim does not continue after it was stopped.
-    pub leash: ChildStdin,
-    /// The extents that it was granted: see [`granted`].
+    /// The victim's input. As long as it is open, the victim does not continue after it was
+    /// stopped.
+    pub stdin: ChildStdin,
+    /// The victim's output with its granted extents: see [`granted`].
     pub stdout: ChildStdout,
 }
 
 /// Starts a victim.
-#[expect(clippy::zombie_processes, reason = "it is waited for by its number: it may only be stopped")]
+#[expect(clippy::zombie_processes, reason = "the test waits by process id: the child may only be stopped")]
 pub fn start(reach: &FabricAddress, epoch: u64, step: usize, moment: StepMoment, end: VictimEnd) -> Victim {
-    let fate = format!("{} {} {epoch} {step} {moment:?} {end:?}", reach.provider(), reach.address());
+    let arguments = format!("{} {} {epoch} {step} {moment:?} {end:?}", reach.provider(), reach.address());
     let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.args(["--exact", super::VICTIM_TEST, "--nocapture"]).env(VARIABLE, fate);
+    command.args(["--exact", super::VICTIM_TEST, "--nocapture"]).env(VARIABLE, arguments);
     command.stdout(Stdio::piped()).stdin(Stdio::piped());
-    let mut child = command.spawn().expect("it can be started");
+    let mut child = command.spawn().expect("this program can be started");
     let pid = Pid::from_raw(i32::try_from(child.id()).expect("a process")).expect("a process");
-    let (leash, stdout) = (child.stdin.take(), child.stdout.take());
-    Victim { pid, leash: leash.expect("it is piped"), stdout: stdout.expect("it is piped") }
+    let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+    Victim { pid, stdin: stdin.expect("the stream is piped"), stdout: stdout.expect("the stream is piped") }
 }
 
-/// The prefix of each line about an extent that the victim was granted.
+/// The prefix of each output line with a granted extent.
 const GRANTED: &str = "granted ";
 
-/// Reports that the victim owns an extent and knows its key.
+/// Reports that the victim owns an extent and has its key.
 fn report(extent: &Extent) {
     let mut stdout = std::io::stdout().lock();
     let (k, key) = (extent.class.k(), extent.key.0);
@@ -78,13 +79,13 @@ fn report(extent: &Extent) {
         .expect("the test reads it");
 }
 
-/// The extents that a victim was granted, which has ended or is stopped.
+/// The extents that were granted to a victim, which must have ended or be stopped.
 pub fn granted(victim: &mut Victim) -> impl Iterator<Item = Extent> + use<> {
-    rustix::io::ioctl_fionbio(&victim.stdout, true).expect("it is a pipe");
+    rustix::io::ioctl_fionbio(&victim.stdout, true).expect("the output is a pipe");
     let mut output = Vec::new();
-    // To its end, or as far as the victim has written it.
+    // Reads to the end, or to the last byte that the victim has written.
     let _ = victim.stdout.read_to_end(&mut output);
-    let output = String::from_utf8(output).expect("it is text");
+    let output = String::from_utf8(output).expect("the output is text");
     let extents: Vec<Extent> = output.lines().filter_map(parse_granted).collect();
     extents.into_iter()
 }
@@ -100,13 +101,13 @@ fn parse_granted(line: &str) -> Option<Extent> {
 
 /// Runs the victim, if this process was started as one.
 pub fn run_if_started() {
-    let Ok(fate) = std::env::var(VARIABLE) else { return };
-    let words: Vec<&str> = fate.split(' ').collect();
-    let [provider, address, epoch, step, moment, end] = words[..] else { panic!("{fate}") };
+    let Ok(arguments) = std::env::var(VARIABLE) else { return };
+    let words: Vec<&str> = arguments.split(' ').collect();
+    let [provider, address, epoch, step, moment, end] = words[..] else { panic!("{arguments}") };
     let reach = FabricAddress::parse(provider, address).expect("an address of the node");
     let who = Identity { host: VICTIM, epoch: epoch.parse().expect("a number"), tenant: TENANT };
     let inner = reach.connect(who, Some(&KEY), &ConnectOptions::default()).expect("the node listens");
-    let doomed = Doomed {
+    let ending = EndingEndpoint {
         inner,
         steps_left: step.parse().expect("a number"),
         moment: if moment == "Before" { StepMoment::Before } else { StepMoment::After },
@@ -115,14 +116,14 @@ pub fn run_if_started() {
     let script = if end == "Write" { write_for_ever } else { run_script };
     let mut client = PoolClient::new(VICTIM, TENANT);
     // A victim that was stopped finds that it is fenced, and may then exit with an error.
-    let outcome = client.add_node(NODE, Box::new(doomed)).and_then(|()| script(&mut client));
+    let outcome = client.add_node(NODE, Box::new(ending)).and_then(|()| script(&mut client));
     std::process::exit(if outcome.is_ok() { 0 } else { 3 });
 }
 
 fn write_for_ever(client: &mut PoolClient) -> Result<(), PoolError> {
     let memory = Arc::new(Memory::create("data", DATA_BYTES).expect("memory"));
     memory.write(0, &[0xee; DATA_BYTES]);
-    let local = client.endpoint(NODE).expect("it is connected").register_local(memory).expect("room");
+    let local = client.endpoint(NODE).expect("the node is connected").register_local(memory).expect("room");
     let section = client.allocate(NODE, SizeClass::SECTION)?;
     report(&section);
     while client.endpoint(NODE).is_some_and(|endpoint| !endpoint.is_broken()) {
@@ -133,11 +134,11 @@ fn write_for_ever(client: &mut PoolClient) -> Result<(), PoolError> {
     Ok(())
 }
 
-/// Does all that a host does, in several states of spans and sections.
+/// Executes all operations of a host, in several states of spans and sections.
 fn run_script(client: &mut PoolClient) -> Result<(), PoolError> {
     let memory = Arc::new(Memory::create("data", DATA_BYTES).expect("memory"));
     memory.write(0, &[0xee; DATA_BYTES]);
-    let endpoint = client.endpoint(NODE).expect("it is connected");
+    let endpoint = client.endpoint(NODE).expect("the node is connected");
     let local = endpoint.register_local(memory).expect("room");
     let allocate = |client: &mut PoolClient, k: u8| -> Result<Extent, PoolError> {
         let extent = client.allocate(NODE, SizeClass::new(k).expect("a class"))?;
@@ -185,7 +186,7 @@ fn run_script(client: &mut PoolClient) -> Result<(), PoolError> {
 
 /// Writes an extent, and ignores the outcome.
 fn write(client: &mut PoolClient, extent: &Extent, key: LocalKey) {
-    let endpoint = client.endpoint(NODE).expect("it is connected");
+    let endpoint = client.endpoint(NODE).expect("the node is connected");
     let len = u32::try_from(extent.class.bytes()).expect("2 MiB at most");
     let verb = Verb::Write {
         local: LocalSlice { key, offset: 0, len },
@@ -200,7 +201,7 @@ fn write(client: &mut PoolClient, extent: &Extent, key: LocalKey) {
 
 /// An endpoint that ends its process at a step.
 #[derive(Debug)]
-struct Doomed {
+struct EndingEndpoint {
     inner: Box<dyn Endpoint>,
     /// Steps before the last one.
     steps_left: usize,
@@ -208,15 +209,15 @@ struct Doomed {
     signal: Signal,
 }
 
-impl Doomed {
+impl EndingEndpoint {
     fn end(&self) {
-        kill_process(getpid(), self.signal).expect("it is this process");
+        kill_process(getpid(), self.signal).expect("the signal is for this process");
         // The signal may be delivered to another thread first.
         let _ended = std::io::stdin().read(&mut [0]);
     }
 }
 
-impl Endpoint for Doomed {
+impl Endpoint for EndingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         let is_last = self.steps_left == 0;
         self.steps_left = self.steps_left.wrapping_sub(1);

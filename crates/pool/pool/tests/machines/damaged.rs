@@ -1,5 +1,4 @@
-//! Damaged memory: whatever words a client finds at any moment, it does not panic and does not run
-//! for ever.
+//! Damaged memory: a client that finds any words at any moment neither panics nor runs for ever.
 
 use aquifer_fabric::{Host, Key};
 use aquifer_pool::SizeClass;
@@ -12,15 +11,15 @@ use proptest::prelude::*;
 use super::driver::TestWords;
 
 const SECTIONS: u32 = 2;
-/// More actions than any operation needs with the most lost races and a read of everything in
+/// Bound of the actions of an operation, with the most lost races and reads of all words in
 /// between.
 const ACTIONS_MAX: usize = 200_000;
 
-/// An operation.
+/// An operation of a client.
 #[derive(Clone, Debug)]
 enum OpKind {
     Allocate(u8),
-    /// A stretch of this number of sections.
+    /// Allocates a stretch of this number of sections.
     Stretch(u32),
     /// Frees an extent that was allocated.
     Free(prop::sample::Index),
@@ -92,8 +91,9 @@ impl WordDamage {
         };
         let place = self.place % table.len();
         let word = &mut table[place];
-        let run =
-            |first: u8, order: u8| AlignedRun::new(first >> order << order, order).expect("it is aligned");
+        let run = |first: u8, order: u8| {
+            AlignedRun::new(first >> order << order, order).expect("the run is aligned")
+        };
         *word = match self.how {
             WordChange::Set(value) => value,
             WordChange::Flip(bit) => *word ^ 1 << bit,
@@ -123,7 +123,7 @@ fn run<M: StateMachine>(
             Step::Post(action) => step = words.execute(&mut op, cache, &action),
         }
     }
-    panic!("it does not end");
+    panic!("the operation does not end");
 }
 
 proptest! {

@@ -17,7 +17,7 @@ pub struct TestWords {
 }
 
 impl TestWords {
-    /// Zero words of a node with this number of sections, and a cache for them.
+    /// Creates zero words of a node with this number of sections, and a cache for them.
     pub fn new(sections: u32) -> (Self, NodeCache) {
         let layout = Layout::new(1, sections).expect("a layout");
         let words = Self {
@@ -40,7 +40,7 @@ impl TestWords {
         }
     }
 
-    /// Executes an action and takes the next step.
+    /// Executes an action and returns the next step.
     pub fn execute<M: StateMachine>(
         &mut self,
         op: &mut M,

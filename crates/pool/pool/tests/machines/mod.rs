@@ -1,4 +1,4 @@
-//! The state machines step by step, and their limits.
+//! Tests of the state machines step by step, and of their limits.
 
 mod damaged;
 mod driver;
@@ -23,7 +23,7 @@ const ME: Host = Host(1);
 const OTHER: Host = Host(2);
 
 #[test]
-fn an_operation_costs_as_few_actions_as_documented() {
+fn operations_cost_the_documented_number_of_actions() {
     let (mut words, mut cache) = TestWords::new(1);
     let chunk = AllocOp::new(ME, SizeClass::CHUNK);
     let (first, actions) = words.run(&mut cache, chunk.clone());
@@ -47,8 +47,8 @@ fn an_operation_costs_as_few_actions_as_documented() {
     assert_eq!(words.free(&mut cache, FreeOp::new(ME, third.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
 }
 
-/// No two search starts are nearer than a third of the distance of evenly spread ones, whatever
-/// their number.
+/// For any number of search starts, no two are nearer than a third of the distance of evenly spread
+/// ones.
 #[test]
 fn hosts_and_clients_begin_far_apart() {
     for count in [2, 5, 64, 300, 4095] {
@@ -140,7 +140,7 @@ fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
     }
 }
 
-/// Does K of a free and nothing else; returns the record that the word has then.
+/// Does only K of a free. Returns the record that the word has then.
 fn begin_to_free(words: &mut TestWords, cache: &mut NodeCache, grant: Grant) -> u32 {
     let word = if grant.class.k() < 5 { WordAt::Span(grant.chunk / 32) } else { WordAt::Section(0) };
     let mut op = FreeOp::new(ME, grant);
@@ -155,7 +155,7 @@ fn begin_to_free(words: &mut TestWords, cache: &mut NodeCache, grant: Grant) -> 
     }
 }
 
-/// Lets F1 or F5 take effect, and another host allocate the place.
+/// Applies F1 or F5, and then an allocation of the place by another host.
 fn free_late_and_reallocate(words: &mut TestWords, grant: Grant) -> Grant {
     let theirs = Grant { key: Key::of_run(grant.class.k(), 77), ..grant };
     let run = |first: u32| {
@@ -371,7 +371,7 @@ fn extents_allocated_before_an_error_are_returned() {
     assert_eq!(grants.iter().map(|grant| grant.chunk).collect::<Vec<_>>(), [1024, 1536]);
     assert!(matches!(failure, Some(OpError::Damaged { at: WordAt::Section(0), .. })), "{failure:?}");
     for grant in grants {
-        assert_eq!(words.free(&mut cache, FreeOp::new(ME, grant)).0, Ok(()), "its key was written");
+        assert_eq!(words.free(&mut cache, FreeOp::new(ME, grant)).0, Ok(()), "the key was written");
     }
 }
 
@@ -381,9 +381,9 @@ fn extents_of_one_span_are_freed_together() {
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
     let grants = several.expect("room").grants;
     let (first, second) = grants.split_at(32);
-    // An extent of the second span was freed and is another host's now; one of the first is named
-    // twice.
-    words.free(&mut cache, FreeOp::new(ME, second[8])).0.expect("it is ours");
+    // An extent of the second span was freed and now belongs to another host; one of the first is
+    // in the list twice.
+    words.free(&mut cache, FreeOp::new(ME, second[8])).0.expect("the extent is this host's");
     let mut theirs =
         NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64));
     words.run(&mut theirs, AllocManyOp::new(OTHER, SizeClass::SPAN, 1)).0.expect("room");
@@ -420,7 +420,7 @@ fn an_extent_that_overlaps_a_stale_one_is_freed() {
     let pair = AllocOp::new(ME, SizeClass::new(1).expect("a class"));
     let stale = words.run(&mut cache, pair).0.expect("room");
     let kept = words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
-    words.free(&mut cache, FreeOp::new(ME, stale)).0.expect("it is ours");
+    words.free(&mut cache, FreeOp::new(ME, stale)).0.expect("the extent is this host's");
     let [one, two] =
         [(); 2].map(|()| words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room"));
     assert_eq!((one.chunk, two.chunk), (stale.chunk, stale.chunk + 1));
@@ -445,7 +445,7 @@ fn a_client_has_a_limit_of_nodes() {
     for id in 0..=u16::try_from(NODES_MAX).expect("a small number") {
         let target = fabric.add_node();
         NodeMemory::create(&target, NodeId(id), SECTION_BYTES).expect("memory");
-        let added = client.add_node(NodeId(id), fabric.connect(target.node(), who).expect("it lives"));
+        let added = client.add_node(NodeId(id), fabric.connect(target.node(), who).expect("the node lives"));
         match added {
             Ok(()) => assert!(usize::from(id) < NODES_MAX),
             Err(PoolError::TooManyNodes { limit: NODES_MAX }) => {
@@ -456,7 +456,7 @@ fn a_client_has_a_limit_of_nodes() {
     }
     assert_eq!(client.nodes().count(), NODES_MAX);
     let extent = client.allocate(NodeId(7), SizeClass::SPAN).expect("room");
-    client.free(extent).expect("it is ours");
+    client.free(extent).expect("the extent is this host's");
 }
 
 fn half(host: Host) -> AllocOp {
@@ -490,7 +490,7 @@ fn the_full_hint_of_a_span_that_is_not_full_any_more_is_cleared() {
     // client does not clear it.
     let mut other =
         NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64));
-    words.free(&mut other, FreeOp::new(ME, filling[0])).0.expect("it is the host's");
+    words.free(&mut other, FreeOp::new(ME, filling[0])).0.expect("the extent is the host's");
     let mut states = Vec::new();
     while let Step::Post(action) = step {
         step = words.execute(&mut op, &mut cache, &action);
@@ -513,7 +513,7 @@ fn the_full_hint_is_not_set_on_a_span_that_another_host_opens() {
         || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64));
     let mut other = fresh();
     for grant in filling {
-        words.free(&mut other, FreeOp::new(ME, grant)).0.expect("it is the host's");
+        words.free(&mut other, FreeOp::new(ME, grant)).0.expect("the extent is the host's");
     }
     let (mut theirs, mut opening) = (fresh(), half(OTHER));
     let mut next = opening.start(&mut theirs);
@@ -524,12 +524,16 @@ fn the_full_hint_is_not_set_on_a_span_that_another_host_opens() {
     while let Step::Post(action) = step {
         step = words.execute(&mut op, &mut cache, &action);
     }
-    assert_eq!(words.section_state(0), SpanState::Partial, "it is not full, and another host is opening it");
+    assert_eq!(
+        words.section_state(0),
+        SpanState::Partial,
+        "the span is not full, and another host is opening it"
+    );
     while let Step::Post(action) = next {
         next = words.execute(&mut opening, &mut theirs, &action);
     }
     assert!(matches!(next, Step::Done(Ok(_))), "{next:?}");
-    assert_eq!(words.section_state(0), SpanState::Partial, "it has free chunks");
+    assert_eq!(words.section_state(0), SpanState::Partial, "the span has free chunks");
 }
 
 #[test]

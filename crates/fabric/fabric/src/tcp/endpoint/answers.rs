@@ -81,7 +81,7 @@ impl TcpEndpoint {
         let mut at = 0;
         loop {
             if self.broken {
-                // The operations behind a fence have failed, and their answers say the same.
+                // The operations behind a fence have failed, and their answers report the same.
                 return Some(at);
             }
             if let Some((local, taken)) = self.reading {

@@ -1,8 +1,8 @@
 //! Receives the answers to READs directly into local memory, which saves one copy.
 //!
 //! If all requests succeed, the layout of the answers is known: heads, and the bytes of READs, in
-//! the order of the requests. The kernel is given these places to fill. If the target sends
-//! something else, such as an error or a message, the received bytes are put together and handled
+//! the order of the requests. The kernel fills these places directly. If the target sends
+//! something else, such as an error or a message, the received bytes are gathered and handled
 //! as ordinary input.
 
 use zerocopy::{FromBytes, IntoBytes};
@@ -56,7 +56,8 @@ impl TcpEndpoint {
                 _ => None,
             };
             bytes += ANSWER_BYTES + read.map_or(0, |local| local.len as usize);
-            // Padded READs, and more than the input buffer could hold, take the ordinary way.
+            // Padded READs, and more bytes than the input buffer holds, are received as ordinary
+            // input.
             if read.is_some_and(|local| local.len % 8 != 0) || bytes > INPUT_BYTES {
                 break;
             }
@@ -77,7 +78,7 @@ impl TcpEndpoint {
             used += 1;
             room += ANSWER_BYTES;
             if let Some(local) = *read {
-                let to = self.local(local).expect("it was checked when it was posted");
+                let to = self.local(local).expect("the slice was checked when the work was posted");
                 places[used] = libc::iovec { iov_base: to.cast(), iov_len: local.len as usize };
                 used += 1;
                 room += local.len as usize;
@@ -137,11 +138,11 @@ impl TcpEndpoint {
         }
     }
 
-    /// Handles a READ of which a part has arrived: whole words stay in place, and the rest goes to
-    /// the input buffer.
+    /// Handles a READ of which a part has arrived: whole words stay in place, and the rest is moved
+    /// to the input buffer.
     fn handle_partial(&mut self, local: LocalSlice, came: usize) {
         let whole = came & !7;
-        let from = self.local(local).expect("it was checked when it was posted");
+        let from = self.local(local).expect("the slice was checked when the work was posted");
         for at in whole..came {
             // SAFETY: `came` is less than the range that `local` proved.
             self.input[at - whole] = unsafe { from.add(at).read() };
@@ -157,7 +158,7 @@ impl TcpEndpoint {
             let head = self.plan.heads[at];
             self.gather_range(head.as_bytes().as_ptr(), ANSWER_BYTES, left);
             if let Some(local) = self.plan.reads[at] {
-                let from = self.local(local).expect("it was checked when it was posted");
+                let from = self.local(local).expect("the slice was checked when the work was posted");
                 self.gather_range(from, local.len as usize, left);
             }
         }

@@ -1,5 +1,5 @@
 //! Drains an endpoint that was dropped or broke with operations in flight. The target may still
-//! have them in its buffers and would do them later.
+//! have them in its buffers, and would execute them later.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -11,8 +11,8 @@ use crate::handshake::{HANDSHAKE_TIMEOUT, RefusalCode};
 use crate::target::Identity;
 use crate::work::{DrainHandle, EndpointError};
 
-/// Time between attempts while the target closes its end.
-const RETRY_EVERY: Duration = Duration::from_millis(5);
+/// Interval between attempts while the target closes its end.
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The identity of a session that may have operations in flight.
 #[derive(Debug)]
@@ -45,19 +45,19 @@ impl DrainHandle for TcpDrain {
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
+            let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_INTERVAL);
             match open_session(self.address, &self.credential, &hello, left) {
                 Err(EndpointError::Refused { refusal, .. }) if refusal.code != RefusalCode::TryAgain => {
                     return Ok(());
                 }
-                // The target is gone, and its memory with it.
+                // The target and its memory are gone.
                 Err(EndpointError::Unreachable { source, .. })
                     if source.kind() == std::io::ErrorKind::ConnectionRefused =>
                 {
                     return Ok(());
                 }
                 Err(EndpointError::Refused { .. }) if Instant::now() < deadline => {
-                    std::thread::sleep(RETRY_EVERY);
+                    std::thread::sleep(RETRY_INTERVAL);
                 }
                 Err(error) => return Err(error),
                 // The target accepted the position. The session's only connection is this one,

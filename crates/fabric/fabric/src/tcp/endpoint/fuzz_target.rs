@@ -1,4 +1,4 @@
-//! The fuzz target for what a target sends to an initiator.
+//! The fuzz target for the bytes that a target sends to an initiator.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -19,7 +19,7 @@ const READ_IDS: [u64; 3] = [0, 2, 3];
 const MESSAGE_BYTES_MAX: u32 = 64;
 const RECEIVE_DEPTH: usize = 4;
 
-/// What an endpoint made of its input.
+/// The state of an endpoint after it has handled its input.
 struct Received {
     done: Vec<Completion>,
     messages: Vec<Vec<u8>>,
@@ -29,8 +29,8 @@ struct Received {
 }
 
 impl Received {
-    /// What READ number `at` has read, if it has succeeded. The destination of another one may have
-    /// any bytes.
+    /// The bytes of READ number `at`, if it has succeeded. The destination of a failed READ may
+    /// have any bytes.
     fn read(&self, at: usize) -> Option<&[u8]> {
         let (offset, len) = READS[at];
         let is_done = |done: &&Completion| done.id == READ_IDS[at] && done.outcome == Ok(len.into());
@@ -65,7 +65,7 @@ pub(super) fn endpoint(memory: &Arc<Memory>) -> (TcpEndpoint, UnixStream) {
     let credential = Credential::Member(ClusterKey([0; 32]));
     let parts = (address, credential, who, ConnectOptions::default());
     let mut endpoint = TcpEndpoint::over(TcpStream::from(OwnedFd::from(near)), None, welcome, parts);
-    endpoint.locals.add(Arc::clone(memory), 1).expect("it is the first");
+    endpoint.locals.add(Arc::clone(memory), 1).expect("the memory is the first");
     let remote = RemoteAddr { addr: 0, key: Key(1) };
     let read = |(offset, len)| Verb::Read { local: LocalSlice { key: LocalKey(1), offset, len }, remote };
     let verbs = [
@@ -130,9 +130,9 @@ fn from_parts(parts: [&[u8]; 2]) -> Received {
     received(&endpoint, &memory, false)
 }
 
-/// Handles what a target sends, in three ways that must agree.
+/// Handles the bytes of a target, in three ways that must agree.
 ///
-/// The first byte says where the input is cut. Returns whether all of it follows the protocol.
+/// The first byte selects where the input is cut. Returns whether all of it follows the protocol.
 ///
 /// # Panics
 /// If a check fails.
@@ -158,11 +158,11 @@ pub fn handle(bytes: &[u8]) -> bool {
     !whole.is_violated
 }
 
-/// What a target may send.
+/// Bytes that a target may send.
 #[must_use]
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let answer = |outcome, data: &[u8]| {
-        let len = u32::try_from(data.len()).expect("it is short");
+        let len = u32::try_from(data.len()).expect("the data is short");
         let mut bytes = AnswerHead::new(wire::ANSWER, outcome, len).as_bytes().to_vec();
         bytes.extend_from_slice(data);
         bytes.resize(bytes.len().next_multiple_of(8), 0);

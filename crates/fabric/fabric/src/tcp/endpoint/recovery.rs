@@ -14,12 +14,12 @@ use crate::handshake::{Credential, HANDSHAKE_TIMEOUT, RefusalCode};
 use crate::tcp::wire::{self, RequestHead};
 use crate::work::{EndpointError, Verb, WorkError};
 
-/// Time between attempts to connect.
-const RETRY_EVERY: Duration = Duration::from_millis(20);
+/// Interval between attempts to connect.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 impl TcpEndpoint {
-    /// Breaks the endpoint. If it is known what was done, the first unanswered operation gets the
-    /// cause and the later ones are flushed. Otherwise all get the cause.
+    /// Breaks the endpoint. If it is known which operations were done, the first unanswered one
+    /// gets the cause and the later ones are flushed. Otherwise all get the cause.
     pub(super) fn fail_all(&mut self, cause: Option<WorkError>) {
         self.broken = true;
         self.reconnecting = None;
@@ -99,8 +99,8 @@ impl TcpEndpoint {
         self.end_cause = cause;
     }
 
-    /// Tells the target how many messages were taken since the connection broke. The resume told it
-    /// of the earlier ones.
+    /// Sends the target the number of messages that were taken since the connection broke. The
+    /// resume contained the number of those before.
     fn credit_since(&mut self, taken_at_break: u64) {
         let newly = u32::try_from(self.taken - taken_at_break).expect("bounded by the receive depth");
         if newly > 0 {
@@ -118,7 +118,7 @@ impl TcpEndpoint {
         let unanswered = self.pending.iter().filter(|pending| pending.outcome.is_none()).count() as u64;
         let done = welcome.done.checked_sub(self.answered).filter(|done| *done <= unanswered);
         let Some(done) = done else {
-            let reason = "it reports more requests as done than were sent".into();
+            let reason = "the target reports more requests as done than were sent".into();
             return Err(EndpointError::Protocol { address: self.address.to_string(), reason });
         };
         self.stream = stream;
@@ -168,6 +168,6 @@ fn open_session_until(
         if is_over || Instant::now() >= deadline || !is_awaited() {
             return Err(error);
         }
-        std::thread::sleep(RETRY_EVERY);
+        std::thread::sleep(RETRY_INTERVAL);
     }
 }

@@ -4,19 +4,19 @@ use super::fuzz_target::{endpoint, fresh_memory};
 use super::*;
 use crate::tcp::wire::AnswerHead;
 
-/// Makes the endpoint as it is when its process goes on after a stop.
+/// Sets the endpoint's state to that after its process was suspended for a minute.
 fn stop_for_a_minute(endpoint: &mut TcpEndpoint) {
     endpoint.since = Instant::now().checked_sub(Duration::from_mins(1)).expect("the machine runs for longer");
 }
 
 #[test]
-fn an_answer_after_a_stop_is_in_time_and_none_is_not() {
+fn an_answer_after_a_stop_is_accepted_and_a_missing_one_times_out() {
     let (mut endpoint, mut far) = endpoint(&fresh_memory());
     let sent = endpoint.pending.len();
     stop_for_a_minute(&mut endpoint);
     endpoint.progress();
-    assert!(endpoint.done.is_empty() && !endpoint.broken, "its process may have been stopped");
-    // The head, the 16 bytes that the first READ wants, and nothing for the others.
+    assert!(endpoint.done.is_empty() && !endpoint.broken, "the process may have been suspended");
+    // The head, the 16 bytes of the first READ, and nothing for the others.
     let head = AnswerHead::new(wire::ANSWER, Ok(16), 16);
     far.write_all(&[head.as_bytes(), &[7; 16]].concat()).expect("the socket has room");
     endpoint.progress();

@@ -1,4 +1,4 @@
-//! The part of the machine that holds endpoints for the other.
+//! The program that holds endpoints for the tests on the other machine.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,7 +20,10 @@ pub fn serve(listener: &TcpListener, connect: Connect) -> ! {
         let (stream, _) = listener.accept().expect("a listener accepts");
         std::thread::spawn(move || {
             let ended = hold(stream, connect);
-            assert!(ended.is_err_and(|error| error.kind() == io::ErrorKind::UnexpectedEof), "it went away");
+            assert!(
+                ended.is_err_and(|error| error.kind() == io::ErrorKind::UnexpectedEof),
+                "the tests have ended"
+            );
         });
     }
 }
@@ -114,7 +117,7 @@ impl HeldEndpoint {
         answer.put(read.len() as u64);
         for slice in read {
             let mut bytes = vec![0; slice.len as usize];
-            let memory = self.memory(slice).expect("it was read to");
+            let memory = self.memory(slice).expect("the READ has a destination");
             memory.read(usize::try_from(slice.offset).expect("inside"), &mut bytes);
             answer.slice(slice);
             answer.bytes(&bytes);

@@ -44,7 +44,7 @@ pub struct Message {
 /// Sends a message and receives the answer.
 pub fn call(stream: &RefCell<TcpStream>, ask: &Message) -> Message {
     let mut stream = stream.borrow_mut();
-    ask.write(&mut *stream).expect("the other machine hears");
+    ask.write(&mut *stream).expect("the other machine receives");
     Message::receive(&mut *stream).expect("the other machine answers")
 }
 
@@ -253,7 +253,8 @@ impl Message {
             0 => Ok(()),
             1 => {
                 let (code, reason) = (self.read(), self.read_text());
-                let code = REFUSALS.into_iter().find(|known| *known as u64 == code).expect("it is known");
+                let code =
+                    REFUSALS.into_iter().find(|known| *known as u64 == code).expect("the code is known");
                 Err(EndpointError::Refused { address, refusal: Refusal { code, reason } })
             }
             2 => Err(EndpointError::TooManyLocal { limit: self.read_usize() }),

@@ -25,7 +25,7 @@ impl AllocOp {
         action
     }
 
-    /// A8. No other client can free the extent before it is granted, so these WRITEs need no care.
+    /// A8. No other client can free the extent before it is granted, so WRITEs suffice.
     pub(super) fn record(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
         let mut action = self.keys(cache, grant);
         if !Mutation::SkipRecord.is_active() {
@@ -33,7 +33,7 @@ impl AllocOp {
             action = action.then(self.log_entry(cache, grant, word));
         }
         if self.defers_record {
-            // The caller posts it before this client changes the word again.
+            // The caller posts the action before this client changes the word again.
             self.record = action;
             cache.mark_saved(word_of(grant));
             return self.recorded(cache, grant);
@@ -48,8 +48,7 @@ impl AllocOp {
         Action::write(record_at(grant), LogEntry::of(word, cache.nonce(self.host)).0)
     }
 
-    /// The key entries of an extent. If it consists of whole spans, they include the owners of the
-    /// spans.
+    /// Writes the key entries of an extent, including the owners of whole spans.
     fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Action {
         if self.is_for_node() {
             return Action::default();
@@ -68,7 +67,7 @@ impl AllocOp {
         spans(with_key)
     }
 
-    /// The extent is allocated, and its record is in the log. The next search begins here.
+    /// Ends the operation after A8. The next search begins at the extent.
     pub(super) fn recorded(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
         let before = cache.first_section(self.class);
         cache.set_first_section(self.class, grant.chunk / SECTION_CHUNKS);
@@ -91,7 +90,7 @@ impl AllocOp {
         let span = grant.chunk / SPAN_CHUNKS;
         // A full span may soon have free chunks again, so the full hint is set only when another
         // span had to be opened instead (decision 13).
-        cache.note_if_full(span);
+        cache.mark_if_full(span);
         let has_won_at_once = self.last_losses.is_none_or(|(last, _)| last != span);
         let hint = match full_span {
             Some(full) => Hint::set_full(full, cache),

@@ -6,9 +6,9 @@ use crate::op::{Action, Grant, Mutation, OpError, READ_WORDS_MAX, Step, WordAt};
 use crate::size::SECTION_SPANS;
 use crate::word::{AlignedRun, SpanState};
 
-/// Races lost after which the cached words are read again.
+/// Lost races after which an allocation within a span reads the cached words again.
 const STALE_AFTER: u32 = 8;
-/// Races lost after which the cached words are read again if whole spans are allocated. One READ
+/// Lost races after which an allocation of whole spans reads the cached words again. One READ
 /// returns the words of many sections, so that the next race is seldom lost.
 const STALE_AFTER_WHOLE: u32 = 1;
 
@@ -16,9 +16,9 @@ const STALE_AFTER_WHOLE: u32 = 1;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct SectionSearch {
     pub(super) pass: Pass,
-    /// Sections that were searched in this pass.
+    /// Number of sections that were searched in this pass.
     pub(super) scanned: u32,
-    /// Sections of this pass whose words have been read.
+    /// Number of sections whose words were read in this pass.
     pub(super) fresh: u32,
     /// The section whose spans were read last.
     pub(super) spans_read: Option<u32>,
@@ -29,23 +29,23 @@ pub(super) struct SectionSearch {
 /// The passes of a search, in their order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Pass {
-    /// Over the cached words.
+    /// Searches the cached words.
     Cached,
-    /// R: over words that are read in this pass.
+    /// R: searches words that are read in this pass.
     Fresh,
-    /// Over contended spans, too.
+    /// Searches contended spans, too.
     Contended,
 }
 
 impl SectionSearch {
-    /// A search that has not begun.
+    /// Creates a search that has not begun.
     pub(super) const fn new() -> Self {
         Self { pass: Pass::Cached, scanned: 0, fresh: 0, spans_read: None, avoid: None }
     }
 }
 
 impl AllocOp {
-    /// Searches for something free and begins to allocate it, or ends with [`OpError::Full`].
+    /// Searches for free memory and begins to allocate it, or ends with [`OpError::Full`].
     pub(super) fn search(&mut self, cache: &mut NodeCache) -> Step<Grant> {
         if let Some(fixed) = self.fixed_group {
             return self.search_fixed(cache, fixed);
@@ -105,7 +105,7 @@ impl AllocOp {
         self.post(AllocState::ReadingSections { first: section, count: 1 }, action)
     }
 
-    /// Something free in a section by the cached words.
+    /// Free memory in a section, by the cached words.
     fn candidate(
         &self,
         cache: &NodeCache,

@@ -1,5 +1,5 @@
-//! F1 to F6: frees by a CAS that expects the word by which the free was decided, and does what
-//! follows.
+//! F1 to F6: frees by a CAS that expects the word by which the free was decided, and then closes
+//! the span and changes its hints.
 
 use aquifer_fabric::Host;
 
@@ -11,7 +11,7 @@ use crate::op::{ATTEMPTS_MAX, Action, CONTENDED_AFTER, Mutation, OpError, StepRe
 use crate::size::SECTION_SPANS;
 use crate::word::{AlignedRun, SpanState, SpanWord};
 
-/// What one CAS frees.
+/// The memory that one CAS frees.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(in crate::op) enum Freed {
     /// The chunks of `mask` of an open span. The log names `run`, one of the extents among them.
@@ -27,7 +27,7 @@ pub(in crate::op) enum Freed {
 pub(in crate::op) struct FreeCommit {
     host: Host,
     freed: Freed,
-    /// Races lost so far.
+    /// Number of races lost so far.
     lost: u32,
     state: CommitState,
 }
@@ -56,7 +56,7 @@ enum CommitState {
 pub(in crate::op) enum FreeProgress {
     Post(Action),
     Done,
-    /// The word has changed; nothing was freed. It is cached as it was found.
+    /// The word has changed, and nothing was freed. It is cached as found.
     Overtaken,
 }
 
@@ -64,7 +64,8 @@ pub(in crate::op) enum FreeProgress {
 type CommitStep = Result<FreeProgress, OpError>;
 
 impl FreeCommit {
-    /// Begins to free what the cached words say is allocated. `lost`: races lost for it before.
+    /// Begins to free memory that is allocated by the cached words. `lost`: races lost for it
+    /// before.
     pub(in crate::op) fn begin(host: Host, freed: Freed, lost: u32, cache: &NodeCache) -> (Self, Action) {
         let mut commit = Self { host, freed, lost, state: CommitState::Closing };
         let action = match Flush::begin(host, commit.at(), cache) {
@@ -109,7 +110,7 @@ impl FreeCommit {
         FreeProgress::Post(action)
     }
 
-    /// The word whose CAS frees it.
+    /// The word whose CAS frees the memory.
     fn at(&self) -> WordAt {
         match self.freed {
             Freed::Chunks { span, .. } => WordAt::Span(span),
@@ -208,7 +209,7 @@ impl FreeCommit {
         matches!(self.freed, Freed::Chunks { .. })
     }
 
-    /// The section's word changed before the span was closed in it.
+    /// Retries F4 after the section's word was changed by another client.
     fn retry_close(&mut self, cache: &NodeCache) -> CommitStep {
         if !self.has_emptied() {
             return Ok(FreeProgress::Overtaken);

@@ -8,22 +8,22 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{AlignedRun, InlineLog, LogEntry, LogOp, SectionWord, SpanState, SpanWord};
 use aquifer_fabric::{Key, KeyEntry};
 
-/// What a span needs.
+/// The action that a span needs.
 #[derive(Debug)]
 pub(super) enum SpanVerdict {
-    /// Nothing. The payload is the place of the next span.
+    /// No action. The payload is the place of the next span.
     Pass(u8),
-    /// Something is to be freed.
+    /// Memory of the dead host is to be freed.
     Free(Freed, Recovered),
-    /// Its section says full, and it is not.
+    /// The span has the full hint, and is not full.
     ClearFullHint,
-    /// No record names the owner of some chunks. The log may be newer than the word: the word is to
-    /// be read once more.
+    /// No record names the owner of some chunks. The log may be newer than the word, so the word
+    /// must be read once more.
     Unclear,
 }
 
 impl RecoverOp {
-    /// What the span at this place needs.
+    /// The action that the span at this place needs.
     pub(super) fn judge(&mut self, cache: &NodeCache, place: u8) -> SpanVerdict {
         let span = self.section * SECTION_SPANS + u32::from(place);
         let section = cache.section(self.section);
@@ -50,13 +50,13 @@ impl RecoverOp {
             Ok(Some(log)) if log.op == LogOp::Close && log.host == self.dead => {
                 self.judge_transition(place, log)
             }
-            // The host that emptied it closes it in the section, or is recovered itself.
+            // The host that emptied the span closes it in the section, or is recovered itself.
             Ok(Some(InlineLog { op: LogOp::Close, .. })) => SpanVerdict::Pass(place + 1),
             _ => self.judge_ready(section, place),
         }
     }
 
-    /// A span that the dead host was opening or closing, by this record.
+    /// The action for a span that a host was opening or closing, by this record.
     fn judge_transition(&mut self, place: u8, log: InlineLog) -> SpanVerdict {
         let span = self.section * SECTION_SPANS + u32::from(place);
         let word = self.spans[usize::from(place)];
@@ -66,8 +66,8 @@ impl RecoverOp {
         SpanVerdict::Free(Freed::Span { span }, Recovered { spans: 1, ..Recovered::default() })
     }
 
-    /// A span that is closed and ready although its section does not say empty: it is being opened,
-    /// or it is part of a group that was allocated whole.
+    /// The action for a span that is closed and ready, and not empty in its section's word: it is
+    /// being opened, or is part of a group that was allocated whole.
     fn judge_ready(&mut self, section: SectionWord, place: u8) -> SpanVerdict {
         let begins_here =
             |log: &InlineLog| log.run.first() == place && matches!(log.op, LogOp::Open | LogOp::Alloc);
@@ -95,7 +95,7 @@ impl RecoverOp {
         }
     }
 
-    /// An extent of whole spans, with the key that was read before the words.
+    /// The holding of an extent of whole spans, with the key that was read before the words.
     fn group_holding(&self, group: AlignedRun) -> Option<Holding> {
         let class = SizeClass::new(group.order() + SizeClass::SPAN.k())?;
         let chunk = self.section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS;
@@ -106,7 +106,7 @@ impl RecoverOp {
 
     /// The dead host's chunks of an open span, the first of its extents there, and their counts.
     ///
-    /// The second value is the number of allocated chunks of which no record names the owner.
+    /// The second value is the number of allocated chunks whose owner no record names.
     fn chunks_of_dead(
         &self,
         word: SpanWord,
@@ -146,7 +146,7 @@ impl RecoverOp {
         (first.map(|run| (mask, run, found)), unowned)
     }
 
-    /// An extent of chunks, with the key that was read before the words.
+    /// The holding of an extent of chunks, with the key that was read before the words.
     fn chunks_holding(&self, place: u8, run: AlignedRun) -> Option<Holding> {
         let at = usize::from(place) * CHUNKS + usize::from(run.first());
         let chunk = self.section * SECTION_CHUNKS + u32::try_from(at).ok()?;

@@ -1,4 +1,4 @@
-//! The scope of a recovery: which of the things that a host owns are freed, or only listed.
+//! The scope of a recovery: the holdings of a host that are freed, or only listed.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use crate::cache::NodeCache;
 use crate::op::{Grant, StateMachine, Step, StepResult};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
 
-/// A holding: something of a node that a host owns, by the words and the log.
+/// A holding: memory of a node that a host owns, by the words and the log.
 ///
 /// It is an extent, or a span that the host is opening or closing. The leak scan lists the holdings
 /// of a live host, and frees those that no ledger names.
@@ -25,16 +25,16 @@ pub enum Holding {
     /// its key is revoked already. Its log entry is written together with the key, and no two
     /// values of an entry are equal.
     Unkeyed {
-        /// The extent; its key is zero.
+        /// The extent, whose key is zero.
         grant: Grant,
-        /// Its entry in `logs[]`.
+        /// The extent's entry in `logs[]`.
         entry: u64,
     },
     /// A span that the host is opening or closing.
     Span {
         /// The span, counted over the node.
         span: u32,
-        /// Its word.
+        /// The span's word.
         word: u64,
         /// The timestamp of the record that names the host.
         stamp: u16,
@@ -42,7 +42,7 @@ pub enum Holding {
 }
 
 impl Holding {
-    /// An extent with its entry in the log.
+    /// Creates the holding of an extent with its entry in the log.
     pub(super) fn extent(grant: Grant, entry: Option<&u64>) -> Self {
         match entry {
             Some(entry) if grant.key == Key(0) => Self::Unkeyed { grant, entry: *entry },
@@ -50,7 +50,7 @@ impl Holding {
         }
     }
 
-    /// The section that it is in.
+    /// The section of the holding.
     #[must_use]
     pub const fn section(&self) -> u32 {
         match self {
@@ -60,20 +60,20 @@ impl Holding {
     }
 }
 
-/// What a [`RecoverOp`] does with what it finds.
+/// The use of the holdings that a [`RecoverOp`] finds.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub(super) enum RecoveryScope {
-    /// Frees everything: the host is dead.
+    /// Frees all holdings: the host is dead.
     #[default]
     All,
-    /// Frees only these: the host is alive and has leaked them.
+    /// Frees only these holdings: the host is alive and has leaked them.
     Only(BTreeSet<Holding>),
-    /// Frees nothing and lists what is found.
+    /// Frees no holding, and lists all.
     List(Vec<Holding>),
 }
 
 impl RecoveryScope {
-    /// Begins a section. If the section is read again, what was listed of it before is dropped.
+    /// Begins a section. If the section is read again, its holdings are removed from the list.
     pub fn begin_section(&mut self, section: u32) {
         let Self::List(listed) = self else { return };
         while listed.pop_if(|holding| holding.section() == section).is_some() {}
@@ -95,8 +95,8 @@ impl RecoveryScope {
         listed.extract_if(first.., is_keyed).for_each(drop);
     }
 
-    /// Whether to free something that was found; lists it if this is a list. `None` stands for an
-    /// extent that the words describe but that cannot exist.
+    /// Whether to free a holding; lists the holding if this is a list. `None` stands for an extent
+    /// that the words describe but that cannot exist.
     pub fn admit(&mut self, holding: Option<Holding>) -> bool {
         match self {
             Self::All => true,
@@ -129,13 +129,12 @@ impl RecoveryScope {
     }
 }
 
-/// Lists all that a host owns in some sections of a node, while the host and others go on changing
-/// them.
+/// Lists all holdings of a host in some sections of a node, while the host and others change them.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct HoldingsOp(RecoverOp);
 
 impl HoldingsOp {
-    /// An operation that lists what `host` owns in these sections.
+    /// Creates an operation that lists the holdings of `host` in these sections.
     #[must_use]
     pub fn new(host: Host, sections: Range<u32>) -> Self {
         let op = RecoverOp { scope: RecoveryScope::List(Vec::new()), ..RecoverOp::new(host, host) };

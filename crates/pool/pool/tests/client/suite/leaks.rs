@@ -1,4 +1,4 @@
-//! Leak scans.
+//! Tests of leak scans.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,7 +7,7 @@ use aquifer_pool::{Extent, LeakDetector, Ledger, PoolClient, ScanProgress};
 
 use super::{NODE, bed, class};
 
-/// Cancels a scan that has to wait.
+/// Cancels a scan that must wait.
 fn at_once(progress: ScanProgress) -> bool {
     progress == ScanProgress::NextPart
 }
@@ -45,17 +45,17 @@ fn a_leak_scan_frees_what_is_in_no_ledger() {
     let again = leak_detector.scan(&mut after, NODE, at_once).expect("the node lives");
     assert_eq!(again, Some(Recovered::default()), "there is no more");
     for extent in kept {
-        after.free(extent).expect("it was kept");
+        after.free(extent).expect("the scan has kept the extent");
     }
     for extent in foreign {
-        other.free(extent).expect("it is another's");
+        other.free(extent).expect("the extent is another host's");
     }
     after.refresh(NODE).expect("the node lives");
     assert_eq!(after.free_bytes(NODE), after.total_bytes(NODE));
 }
 
 #[test]
-fn a_leak_scan_leaves_what_is_being_allocated() {
+fn a_leak_scan_does_not_free_an_extent_that_is_being_allocated() {
     let bed = bed(2);
     let leak_detector = Arc::new(LeakDetector::default());
     let ledger = Arc::new(TestLedger::default());
@@ -63,9 +63,13 @@ fn a_leak_scan_leaves_what_is_being_allocated() {
     let (mut allocator, mut scanner) = (bed.client_in(3, &leak_detector), bed.client_in(3, &leak_detector));
     let operation = allocator.begin_operation();
     let extent = allocator.allocate(NODE, class(1)).expect("room");
-    assert_eq!(leak_detector.scan(&mut scanner, NODE, at_once).expect("it lives"), None, "it has to wait");
     assert_eq!(
-        leak_detector.scan(&mut scanner, NODE, at_once).expect("it lives"),
+        leak_detector.scan(&mut scanner, NODE, at_once).expect("the node lives"),
+        None,
+        "the scan must wait"
+    );
+    assert_eq!(
+        leak_detector.scan(&mut scanner, NODE, at_once).expect("the node lives"),
         None,
         "the next scan has to wait, too"
     );
@@ -78,8 +82,8 @@ fn a_leak_scan_leaves_what_is_being_allocated() {
         operation = None;
         true
     });
-    assert_eq!(freed.expect("it lives"), Some(Recovered::default()));
-    allocator.free(extent).expect("it is recorded");
+    assert_eq!(freed.expect("the node lives"), Some(Recovered::default()));
+    allocator.free(extent).expect("the extent is recorded");
 }
 
 #[test]
@@ -88,15 +92,16 @@ fn a_node_is_suspect_when_something_may_be_leaked_there() {
     let leak_detector = Arc::new(LeakDetector::default());
     let mut client = bed.client_in(3, &leak_detector);
     let extent = client.allocate(NODE, class(1)).expect("room");
-    client.free(extent).expect("it is ours");
-    client.free(extent).expect_err("it was freed");
+    client.free(extent).expect("the extent is this host's");
+    client.free(extent).expect_err("the extent was freed");
     assert!(!leak_detector.has_suspects());
     let extent = client.allocate(NODE, class(1)).expect("room");
-    client.remove_node(NODE).expect("it was in use");
-    client.free(extent).expect_err("its node was removed");
+    client.remove_node(NODE).expect("the node was in use");
+    client.free(extent).expect_err("the node was removed");
     assert_eq!(leak_detector.pop_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
     assert!(!leak_detector.has_suspects());
     client.add_node(NODE, bed.endpoint(3)).expect("a good node");
-    let freed = leak_detector.scan(&mut client, NODE, at_once).expect("it lives").expect("no operation runs");
+    let freed =
+        leak_detector.scan(&mut client, NODE, at_once).expect("the node lives").expect("no operation runs");
     assert_eq!((freed.extents, freed.chunks), (1, 2));
 }

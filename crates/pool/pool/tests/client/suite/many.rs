@@ -1,4 +1,4 @@
-//! Several extents at once, and stretches of sections.
+//! Tests of several extents at once, and of stretches of sections.
 
 use aquifer_fabric::Host;
 use aquifer_pool::size::SECTION_BYTES;
@@ -7,8 +7,8 @@ use aquifer_pool::{Extent, PoolError, SizeClass};
 use super::super::Bed;
 use super::{NODE, Stamper, bed, class};
 
-/// Clients that allocate stretches at once win races against each other, and roll back what they
-/// cannot complete.
+/// Clients that allocate stretches at once win races against each other, and roll back stretches
+/// that they cannot complete.
 #[test]
 fn stretches_are_allocated_whole_or_not_at_all() {
     const SECTIONS: u64 = 7;
@@ -29,7 +29,8 @@ fn stretches_are_allocated_whole_or_not_at_all() {
                     let sections = || (stamp..).zip(stretch.extents());
                     sections().for_each(|(stamp, section)| stamper.write(&mut client, &section, stamp));
                     sections().for_each(|(stamp, section)| stamper.verify(&mut client, &section, stamp));
-                    sections().for_each(|(_, section)| client.free(section).expect("it is ours"));
+                    sections()
+                        .for_each(|(_, section)| client.free(section).expect("the section is this host's"));
                 }
             });
         }
@@ -42,7 +43,7 @@ fn stretches_are_allocated_whole_or_not_at_all() {
     assert_eq!(client.free_bytes(NODE), 0);
     let refused = client.allocate_stretch(NODE, 8);
     assert!(matches!(refused, Err(PoolError::Full { bytes, .. }) if bytes == 8 * SECTION_BYTES));
-    stretch.extents().for_each(|section| client.free(section).expect("it is ours"));
+    stretch.extents().for_each(|section| client.free(section).expect("the section is this host's"));
     assert_eq!(client.free_bytes(NODE), SECTIONS * SECTION_BYTES);
 }
 
@@ -68,6 +69,6 @@ fn many_extents_are_freed_at_once() {
     assert!(matches!(outcomes[122], Err(PoolError::NotAllocated { .. })), "{:?}", outcomes[122]);
     client.refresh(NODE).expect("the node lives");
     assert_eq!(client.free_bytes(NODE), SECTIONS * SECTION_BYTES - 4096);
-    other.free(theirs).expect("it is still theirs");
+    other.free(theirs).expect("the extent is still the other host's");
     assert!(client.free_many(NODE, &[]).expect("the node lives").is_empty());
 }
