@@ -123,6 +123,23 @@ fn all_crates_but_research_are_built_by_default() {
     assert_no_violations("add these to default-members in Cargo.toml, or remove `research`:", &violations);
 }
 
+/// Such a library is not compiled a second time for its unit tests, which would not run.
+#[test]
+fn libraries_without_a_test_target_have_no_unit_tests() {
+    let has_none = "\n[lib]\ntest = false\n";
+    let manifests = files().into_iter().filter(|file| file.path.ends_with("/Cargo.toml"));
+    let folders: Vec<String> = manifests
+        .filter(|file| file.text().contains(has_none))
+        .map(|file| file.path.replace("Cargo.toml", "src/"))
+        .collect();
+    assert!(!folders.is_empty(), "the text {has_none:?} is in no manifest: correct this test");
+    let mut violations = Vec::new();
+    for file in rust_files().filter(|file| folders.iter().any(|folder| file.path.starts_with(folder))) {
+        violations.extend(violating_lines(&file, &file.text(), |line| line.trim() == "#[test]"));
+    }
+    assert_no_violations("remove `test = false` from the manifests of these:", &violations);
+}
+
 #[test]
 fn a_module_with_parts_is_a_file_beside_its_folder() {
     let violations: Vec<String> = rust_files()

@@ -84,6 +84,17 @@ fn a_socket_without_a_listener_is_replaced_and_others_are_not() {
 }
 
 #[test]
+fn a_file_that_is_no_socket_is_not_replaced() {
+    let fixture = SocketFixture::new();
+    std::fs::write(fixture.socket(), b"of a user").unwrap();
+    let directory = EmbeddedDirectory::open(&fixture.folder.path().join("directory.redb")).unwrap();
+    let error =
+        DirectoryServer::start(directory, &fixture.socket(), DirectoryServerOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("is not a socket"), "{error}");
+    assert_eq!(std::fs::read(fixture.socket()).unwrap(), b"of a user");
+}
+
+#[test]
 fn a_socket_path_that_is_too_long_is_an_error() {
     let fixture = SocketFixture::new();
     let directory = EmbeddedDirectory::open(&fixture.folder.path().join("directory.redb")).unwrap();

@@ -5,7 +5,7 @@ use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use aquifer_fabric::tcp::avoid_pacing;
@@ -85,6 +85,9 @@ impl Listener {
         if let Err(error) = rustix::net::bind(&socket, &address) {
             if error != Errno::ADDRINUSE || is_served(&address) {
                 return Err(error.into());
+            }
+            if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the file exists and is not a socket"));
             }
             std::fs::remove_file(path)?;
             rustix::net::bind(&socket, &address)?;
@@ -201,4 +204,24 @@ fn is_served(address: &SocketAddrUnix) -> bool {
         rustix::net::connect(&socket, address)
     };
     connect() != Err(Errno::CONNREFUSED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_socket_without_a_listener_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cache.sock");
+        std::fs::write(&path, b"of a user").unwrap();
+        let error = Listener::unix(&path, 0o600, 8).unwrap_err();
+        assert!(error.to_string().contains("is not a socket"), "{error}");
+        assert_eq!(std::fs::read(&path).unwrap(), b"of a user");
+        std::fs::remove_file(&path).unwrap();
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        let listening = Listener::unix(&path, 0o600, 8).unwrap();
+        assert!(Listener::unix(&path, 0o600, 8).is_err(), "a server listens there");
+        drop(listening);
+    }
 }

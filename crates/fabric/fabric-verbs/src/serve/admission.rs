@@ -104,7 +104,7 @@ impl VerbsServer {
         }
         let at = self.parked.iter().position(|(peer, _)| matches(peer));
         let at = at.ok_or(RefusalReason::UnknownSession)?;
-        let (peer, _) = self.parked.swap_remove(at);
+        let (peer, _) = self.parked.remove(at);
         if peer.mailbox.resume(resume.received, resume.taken) {
             Ok(peer)
         } else {
