@@ -26,7 +26,7 @@ pub use frame::{
     VERSION,
 };
 pub use hello::{
-    CANARY_BYTES, KNOCKS_MAX, PROOF_PAGE, ProgramHello, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES, knock_page,
+    CANARY_BYTES, CONNECT_BACK_REQUESTS_MAX, PROOF_PAGE, ProgramHello, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES, connect_back_page,
     socket_address,
 };
 pub use mutation::Mutation;

@@ -50,8 +50,9 @@ const CONNECTION_DESCRIPTORS: usize = 4;
 const RELAY_DESCRIPTORS: usize = 2;
 /// Most connections of one user at once. Each run is one.
 const CONNECTIONS_PER_USER_MAX: usize = 2048;
-/// The same at sockets of knocks, which are open to all users for some time.
-const KNOCK_CONNECTIONS_PER_USER_MAX: usize = 512;
+/// Most connections of one user at once at sockets of connect-back requests, which are open to all
+/// users for some time.
+const CONNECT_BACK_CONNECTIONS_PER_USER_MAX: usize = 512;
 
 /// Why a run is not opened; a sentence for its user.
 #[derive(Debug, thiserror::Error)]
@@ -74,17 +75,17 @@ enum RunRefusal {
     Send(#[from] io::Error),
 }
 
-/// Connections that are counted together: those of a user, by its id, at the sockets of knocks or
-/// at the others.
+/// Connections that are counted together: those of a user, by its id, at the sockets of
+/// connect-back requests or at the others.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Counted {
     uid: u32,
-    is_knock: bool,
+    is_connect_back: bool,
 }
 
 impl Counted {
     fn limit(self) -> usize {
-        if self.is_knock { KNOCK_CONNECTIONS_PER_USER_MAX } else { CONNECTIONS_PER_USER_MAX }
+        if self.is_connect_back { CONNECT_BACK_CONNECTIONS_PER_USER_MAX } else { CONNECTIONS_PER_USER_MAX }
     }
 }
 
@@ -166,9 +167,9 @@ impl Connections {
         let is_permitted = match kind {
             ListenerKind::Shared => true,
             ListenerKind::Own => is_own_user(uid),
-            ListenerKind::Knock { .. } => false,
+            ListenerKind::ConnectBack { .. } => false,
         };
-        let counted = Counted { uid, is_knock: matches!(kind, ListenerKind::Knock { .. }) };
+        let counted = Counted { uid, is_connect_back: matches!(kind, ListenerKind::ConnectBack { .. }) };
         if !self.count_in(counted) {
             let limit = counted.limit();
             tracing::warn!(uid, limit, "refused a connection: the user has too many");
@@ -226,9 +227,9 @@ impl Connections {
 
     /// Serves one connection, of which the first packet was received.
     ///
-    /// `is_permitted` is false for another user at the agent's own socket, and for all at a socket
-    /// of a knock. Only a program of a run may connect so; the token that it sends identifies the
-    /// run.
+    /// `is_permitted` is false for another user at the agent's own socket, and for all users at the
+    /// socket of a connect-back request. Only a program of a run may connect so; the token that it
+    /// sends identifies the run.
     fn serve(
         &self,
         socket: OwnedFd,

@@ -18,7 +18,9 @@ use aquifer_extents::{InheritedSession, NodeConnector, SessionService};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
-use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService, PoolLimits, RestoredRun};
+use aquifer_faults::serve::{
+    AgentServices, ConnectBackName, ConnectBackSocket, PagingService, PoolLimits, RestoredRun,
+};
 use aquifer_gateway::ListenerKind;
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
@@ -222,12 +224,12 @@ impl AgentServices for HostServices {
         &self.descriptors
     }
 
-    fn serve_knock_socket(&self, socket: KnockSocket) {
-        self.listeners.add_knock(socket);
+    fn serve_connect_back_socket(&self, socket: ConnectBackSocket) {
+        self.listeners.add_connect_back(socket);
     }
 
-    fn end_knock(&self, knock: &KnockName) {
-        self.listeners.end_knock(knock);
+    fn end_connect_back(&self, name: &ConnectBackName) {
+        self.listeners.end_connect_back(name);
     }
 
     fn keeper(&self) -> &dyn KeeperStore {

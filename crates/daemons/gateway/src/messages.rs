@@ -33,9 +33,10 @@ pub enum ListenerKind {
     Own,
     /// The socket of all users of the host.
     Shared,
-    /// A socket for a child that has knocked.
-    Knock {
-        /// Proves the agent to the child.
+    /// A socket for a child that has sent a connect-back request.
+    #[serde(rename = "Knock")]
+    ConnectBack {
+        /// Sent to the child as a proof that the agent listens at the socket.
         secret: [u8; SOCKET_SECRET_BYTES],
         /// The user of the run, and that of the child at its fork; `u32::MAX` if it is not known.
         users: [u32; 2],

@@ -182,8 +182,8 @@ impl Relay {
         let Some(socket) = descriptors.pop() else { return };
         // The listener may not have been the gateway's when the user has connected.
         user_socket::ask_for_senders(&socket);
-        if let ListenerKind::Knock { secret, .. } = connection.kind {
-            // Without it the child connects once more.
+        if let ListenerKind::ConnectBack { secret, .. } = connection.kind {
+            // Without the secret the child connects once more.
             let _ = rustix::net::send(&socket, &secret, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
         self.received.push_back(WaitingConnection { connection, socket, since: Instant::now() });

@@ -305,11 +305,12 @@ impl Server {
     }
 }
 
-/// Whether a user may connect at a listener. A child that has knocked gets its secret, and a
-/// process with that could listen at the socket's name later, as if it were the agent.
+/// Whether a user may connect at a listener. A child that has sent a connect-back request gets its
+/// secret, and a process with the secret could listen at the socket's name later, as if it were the
+/// agent.
 fn is_admitted(kind: ListenerKind, uid: u32) -> bool {
     match kind {
         ListenerKind::Own | ListenerKind::Shared => true,
-        ListenerKind::Knock { users, .. } => [uid, u32::MAX].iter().any(|user| users.contains(user)),
+        ListenerKind::ConnectBack { users, .. } => [uid, u32::MAX].iter().any(|user| users.contains(user)),
     }
 }

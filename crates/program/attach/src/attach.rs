@@ -10,10 +10,10 @@ use aquifer_ipc::{
 };
 
 use crate::children;
+use crate::connect_back;
 use crate::descriptors;
 use crate::fatal;
 use crate::hidden;
-use crate::knock;
 use crate::memory;
 use crate::populate;
 use crate::raw::close;
@@ -206,7 +206,7 @@ fn attach_child() {
     let canary = PARAMETERS.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: this library has mapped the page before the fork.
     let number = unsafe { ptr::read_volatile(canary) };
-    knock::begin();
+    connect_back::begin();
     attach(Attached::Child(number));
 }
 
@@ -357,7 +357,8 @@ fn map_private_memory(staging_uffd: i32, own_uffd: i32, number: u64) -> ProgramH
     }
 }
 
-/// Connects to the agent. A forked child that cannot reach the agent's socket knocks.
+/// Connects to the agent. A forked child that cannot reach the agent's socket sends a connect-back
+/// request.
 fn connect(is_child: bool) -> i32 {
     let unreachable = match connect_by_path() {
         Ok(socket) => return socket,
@@ -365,7 +366,7 @@ fn connect(is_child: bool) -> i32 {
     };
     if is_child {
         let canary = PARAMETERS.canary.load(Ordering::Relaxed);
-        return knock::connect(canary)
+        return connect_back::connect(canary)
             .unwrap_or_else(|errno| fatal::exit("connection to the agent failed", errno));
     }
     match unreachable {

@@ -25,7 +25,7 @@ mod children;
 mod descriptors;
 pub mod fatal;
 mod hidden;
-mod knock;
+mod connect_back;
 mod memory;
 mod memory_functions;
 mod moves;
