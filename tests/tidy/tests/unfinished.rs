@@ -18,7 +18,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/bench/research",
     "crates/cache/cache",
     "crates/cache/cache-cluster",
-    "crates/cli/aquifer",
     "crates/daemons/agent",
     "crates/daemons/host",
     "crates/daemons/node",
