@@ -19,8 +19,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/cache/cache",
     "crates/cache/cache-cluster",
     "crates/daemons/agent",
-    "crates/daemons/host",
-    "crates/daemons/node",
     "crates/daemons/swap",
     "crates/fabric/fabric",
     "crates/fabric/fabric-verbs",
