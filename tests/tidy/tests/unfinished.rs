@@ -18,8 +18,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/bench/research",
     "crates/cache/cache",
     "crates/cache/cache-cluster",
-    "crates/daemons/agent",
-    "crates/daemons/swap",
     "crates/fabric/fabric",
     "crates/fabric/fabric-verbs",
     "crates/heap/heaps",

@@ -1,5 +1,5 @@
-//! The sockets at which users connect. The gateway accepts connections there: this process must
-//! not, see [`aquifer_gateway`].
+//! The sockets at which users connect. The gateway accepts the connections, because this process
+//! must not: see [`aquifer_gateway`].
 
 use std::collections::VecDeque;
 use std::io;
@@ -38,7 +38,7 @@ pub(crate) struct Listeners {
 #[derive(Debug)]
 struct State {
     gateway: Arc<Gateway>,
-    /// The agent's own and the shared one, with their numbers.
+    /// The agent's own socket and the shared one, with their numbers.
     permanent: Vec<(u64, ListenerKind, OwnedFd)>,
     /// Sockets of connect-back requests, the oldest first.
     connect_backs: VecDeque<OpenConnectBackSocket>,
@@ -81,7 +81,7 @@ impl Listeners {
     pub fn add(&self, kind: ListenerKind, socket: OwnedFd) {
         let mut state = self.state.lock();
         let number = state.next_number();
-        // If the gateway has ended, the next one gets all of them.
+        // If the gateway has ended, the next gateway gets all listeners.
         let _ended = state.gateway.listen(number, kind, &socket);
         state.permanent.push((number, kind, socket));
     }
@@ -122,11 +122,11 @@ impl Listeners {
         let now = Instant::now();
         self.state.lock().close_connect_backs(|open| now >= open.until);
         let gateway = Arc::clone(&self.state.lock().gateway);
-        if !wait_readable(&[gateway.news()], timeout).unwrap_or(false) {
+        if !wait_readable(&[gateway.poll_fd()], timeout).unwrap_or(false) {
             return Ok(None);
         }
         gateway.next_user().map(Some).or_else(|error| {
-            tracing::error!(%error, "the gateway has ended; starting another");
+            tracing::error!(%error, "the gateway has ended; starting another one");
             std::thread::sleep(RESTART_PAUSE);
             self.restart_gateway().map(|()| None)
         })
@@ -190,7 +190,7 @@ mod tests {
         };
         add(1, 255);
         for number in 0..CONNECT_BACKS_PER_TENANT_MAX + 5 {
-            // In two namespaces.
+            // Two sockets of one request, in two namespaces.
             add(2, number);
             add(2, number);
         }

@@ -460,8 +460,8 @@ fn abandon(membership: &NodeMembership, keeper: Option<&MemoryKeeper>) {
     }
 }
 
-/// The memory that a node lends at first: the configured amount. With `keep_free_bytes`, at most the
-/// memory that the machine has available beyond that.
+/// The memory that a node lends at first: the configured amount. With `keep_free_bytes`, at most
+/// the memory that the machine has available beyond that.
 fn initial_lent_bytes(options: &NodeOptions) -> Result<u64, NodeError> {
     let available = available_bytes().map_err(NodeError::AvailableMemory)?;
     match options.keep_free_bytes {
