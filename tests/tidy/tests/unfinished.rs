@@ -23,8 +23,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/heap/heaps",
     "crates/heap/objects",
     "crates/ownership/ownership",
-    "crates/paging/block",
-    "crates/paging/pager",
     "crates/pool/extents",
     "crates/pool/pool",
     "crates/program/attach",

@@ -153,7 +153,7 @@ pub enum AgentError {
         /// The memory that is available, in bytes.
         available: u64,
     },
-    /// This process may have so few descriptors that no user would get any.
+    /// The limit of open files of this process leaves no descriptors for users.
     #[error(
         "--shared-socket: the limit of open files is too low to serve programs of all users: raise it \
          (ulimit -n) to at least 1024"

@@ -176,11 +176,11 @@ impl PageWord {
 
     /// The word of the page when it becomes resident.
     ///
-    /// If it `came_back` soon after its eviction, its heat increases, and it stays for more rounds
-    /// of the resident queue. Otherwise it is cold.
+    /// If the page `returned_soon` after its eviction, its heat increases, and it stays for more
+    /// rounds of the resident queue. Otherwise it is cold.
     #[must_use]
-    pub fn held(self, came_back: bool) -> Self {
-        let heat = if came_back { (((self.0 & HEAT_MASK) >> HEAT_SHIFT) + 1).min(HEAT_MAX) } else { 0 };
+    pub fn held(self, returned_soon: bool) -> Self {
+        let heat = if returned_soon { (((self.0 & HEAT_MASK) >> HEAT_SHIFT) + 1).min(HEAT_MAX) } else { 0 };
         let rounds = (1 << heat) - 1;
         Self(Self::new(PageState::Held).0 | QUEUED | heat << HEAT_SHIFT | rounds << ROUNDS_SHIFT)
     }
