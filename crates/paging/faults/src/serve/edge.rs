@@ -157,7 +157,7 @@ impl ProcessEdge {
         let text = if has_advice { process.read("smaps") } else { process.read_maps().ok() };
         if text.is_none() && !has_ended(process.pidfd(), Duration::ZERO) {
             // Without it the child could read what it has not inherited.
-            self.run.end("what a forked child has inherited cannot be read");
+            self.run.end("the memory map of a forked child cannot be read");
         }
         self.inherited = text.and_then(|text| {
             if has_advice {

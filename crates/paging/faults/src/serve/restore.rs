@@ -42,7 +42,7 @@ const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(5);
 const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
 /// Index of the connection to the worker among the descriptors that the keeper holds of a program
-/// that has said hello.
+/// that has sent its hello.
 const SOCKET_INDEX: usize = 4;
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 

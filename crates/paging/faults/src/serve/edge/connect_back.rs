@@ -126,7 +126,7 @@ fn listen_where_it_may_be(
     let places = found.into_iter().filter(|process| seen.insert(network_of(&process.to_string())));
     let places = places.take(NAMESPACES_MAX);
     let listen = |process| {
-        let failed = |error| tracing::debug!(%error, process, "cannot listen where a process is");
+        let failed = |error| tracing::debug!(%error, process, "cannot listen in a network namespace");
         listen_where(process, name).map_err(failed).ok()
     };
     places.filter_map(listen).collect()
