@@ -1,7 +1,7 @@
-//! Time that goes on while the machine is suspended.
+//! Time that advances while the machine is suspended.
 //!
-//! Others do not wait for a machine that sleeps: its leases end, and what it had may be theirs.
-//! [`std::time::Instant`] does not, so it must not decide what this machine still has.
+//! Other machines do not wait for a suspended machine: its leases end, and other hosts may own its
+//! memory. [`std::time::Instant`] stops during the suspension, so no lease may depend on it.
 
 use std::ops::Add;
 use std::time::Duration;
