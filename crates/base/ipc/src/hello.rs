@@ -1,4 +1,4 @@
-//! The first frame of a program: what the agent needs to page it.
+//! The first frame of a program: the addresses that the agent needs to page it.
 
 use crate::frame::{FrameError, Reader, RunToken};
 
@@ -62,7 +62,7 @@ pub struct ProgramHello {
     /// from the fork event, and the frame carries none.
     pub is_child: bool,
     /// The agent's number for a forked child, which the child has read in its canary page.
-    /// Without meaning for other programs.
+    /// Meaningless for other programs.
     pub child_number: u64,
     /// The bounce buffer, to which evicted pages are moved first: [`crate::BATCH_PAGES_MAX`] pages
     /// under the program's userfaultfd.
@@ -71,7 +71,7 @@ pub struct ProgramHello {
     /// [`crate::STAGING_BUFFERS`] buffers under a userfaultfd without events.
     pub staging: u64,
     /// The canary, a page that is empty in each forked child. The agent writes the child's number
-    /// there, and so learns which process a fork event was about. The rest of [`CANARY_BYTES`] is
+    /// there, so that the child's hello identifies the fork event. The rest of [`CANARY_BYTES`] is
     /// for the proof and for connect-back requests.
     pub canary: u64,
     /// Start of the shim's own memory, which is never registered.
