@@ -8,9 +8,6 @@ pub const WORDS: &[&str] = &[];
 /// Units with doc comments that begin with a word that stands for another one.
 pub const FIRST_WORDS: &[&str] = &[
     "bindings/c",
-    "crates/base/metrics",
-    "crates/base/report",
-    "crates/base/secure-channel",
     "crates/bench/bench",
     "crates/bench/research",
     "crates/cache/cache",
