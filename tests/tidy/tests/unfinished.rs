@@ -19,7 +19,6 @@ pub const FIRST_WORDS: &[&str] = &[
     "crates/ownership/ownership",
     "crates/pool/extents",
     "crates/pool/pool",
-    "crates/program/attach",
     "crates/segments/segments",
     "tests/e2e",
     "tests/fuzz",
