@@ -16,7 +16,7 @@ impl BootInstant {
     /// The start of the machine.
     pub const START: Self = Self(Duration::ZERO);
 
-    /// This moment.
+    /// The present moment.
     #[must_use]
     pub fn now() -> Self {
         let now = clock_gettime(ClockId::Boottime);

@@ -14,7 +14,7 @@
 //! - [`kill`]: ending a process with the rights of its user.
 //! - [`paths`]: the path of the agent's socket.
 //!
-//! This crate does not know what the frames mean.
+//! The crate `ipc` defines the frames; this crate only transports them.
 
 pub mod answer_deadline;
 pub mod boot_time;

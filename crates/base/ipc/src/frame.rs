@@ -264,7 +264,7 @@ pub enum Frame {
         kind: HeldKind,
         /// Number of the item.
         id: u64,
-        /// Why it is not held.
+        /// The reason for the refusal.
         reason: String,
     },
 }

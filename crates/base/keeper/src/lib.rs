@@ -110,7 +110,7 @@ struct ShareOwner {
     pid: u32,
     /// The pidfd of the daemon; `None` if the daemon had ended when it connected.
     process: Option<Arc<OwnedFd>>,
-    /// When the daemon was first found dead.
+    /// The time at which the daemon was first found dead.
     dead_since: Option<Instant>,
 }
 

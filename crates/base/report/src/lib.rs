@@ -155,7 +155,7 @@ pub struct TenantStatistics {
 /// Status of an agent and its host; `aquifer status` requests it.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct AgentStatus {
-    /// This host's number in the cluster.
+    /// The host's number in the cluster.
     pub host: u16,
     /// Largest size of the mempool.
     pub mempool_bytes: u64,

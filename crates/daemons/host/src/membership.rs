@@ -129,19 +129,19 @@ impl Membership {
         &self.directory
     }
 
-    /// This host's record in the directory.
+    /// The host's record in the directory.
     #[must_use]
     pub fn record(&self) -> &AgentRecord {
         &self.record
     }
 
-    /// This host's number.
+    /// The host's number.
     #[must_use]
     pub fn host(&self) -> Host {
         Host(self.record.host)
     }
 
-    /// This host's lease.
+    /// The host's lease.
     #[must_use]
     pub fn lease(&self) -> Lease {
         self.lease

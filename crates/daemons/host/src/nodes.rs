@@ -219,7 +219,7 @@ impl NodeRegistry {
         self.read_view().missing().map(|(node, left_at)| (node, since(left_at))).collect()
     }
 
-    /// This host's number in the pool.
+    /// The host's number in the pool.
     #[must_use]
     pub const fn host(&self) -> Host {
         self.identity.host

@@ -1,4 +1,4 @@
-//! Why a node cannot serve.
+//! The errors of a node.
 
 use std::path::PathBuf;
 

@@ -50,7 +50,7 @@ pub struct SetupUsage {
 /// Why a setup failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// This process is not root.
+    /// The process is not root.
     #[error("only root can set up kernel swap: run as root, or leave this peer out")]
     NotRoot,
     /// A size is not in [`SIZE_BYTES`].

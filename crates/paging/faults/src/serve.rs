@@ -174,8 +174,8 @@ pub trait AgentServices: Send + Sync + Debug {
 
     /// The keeper, which outlives the agent.
     ///
-    /// As long as it holds a userfaultfd, missing pages never read as zeros, and another agent can
-    /// resume the program.
+    /// Missing pages never read as zeros as long as the keeper holds the userfaultfd, and another
+    /// agent can resume the program.
     fn keeper(&self) -> &dyn KeeperStore;
 }
 

@@ -10,8 +10,8 @@
 //! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
 //! - `node_joiner`: adds memory nodes to a sender while a run continues.
 //!
-//! This crate does not know how pages enter and leave a program. Its front ends do: the crates
-//! `faults` and `block`. Format and protocol: `docs/formats/paging.md`.
+//! The front ends, the crates `faults` and `block`, move pages into and out of programs. Format and
+//! protocol: `docs/formats/paging.md`.
 
 mod allowance;
 mod budget;

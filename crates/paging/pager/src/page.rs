@@ -31,7 +31,7 @@ pub struct Slot(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Location(pub u32);
 
-/// Where the newest bytes of a page are.
+/// The place of the newest bytes of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
     /// Nowhere: the page reads as zeros and uses no memory.
@@ -96,7 +96,7 @@ impl PageWord {
         Self(number | u64::from(payload) << PAYLOAD_SHIFT)
     }
 
-    /// Where the page is.
+    /// The place of the page.
     ///
     /// # Panics
     /// If this module cannot have written the word: the page table is corrupt.

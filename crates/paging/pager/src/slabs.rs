@@ -323,7 +323,7 @@ impl SlabSet {
 
     /// Records an extent that is to become a replica, and returns its place.
     ///
-    /// It is recorded before its pages are complete, so that a later agent can free it.
+    /// The extent is recorded before its pages are complete, so that a later agent can free it.
     pub(crate) fn begin_replica(&self, slab: SlabId, replica: Extent) -> usize {
         let replicas = self.replicas(slab);
         assert!(

@@ -146,7 +146,7 @@ impl Volume {
         self.table.before_store(hook);
     }
 
-    /// Where a page is.
+    /// The place of a page.
     #[must_use]
     pub fn state(&mut self, page: PageNumber) -> PageState {
         self.table.get(page).state()

@@ -79,7 +79,7 @@ struct RelayEnd {
 
 /// Accepts connections and passes each to the relay of its user, until the cache ends.
 ///
-/// This process never closes a connection for the last time: no signal ends the wait of a
+/// The last close of a connection is never made by this process: no signal ends the wait of a
 /// userfaultfd in the queue whose memory is locked.
 fn accept_all(listener: BorrowedFd<'_>, cache: &OwnedFd) {
     let mut relays = Relays::default();

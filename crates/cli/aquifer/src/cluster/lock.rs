@@ -64,7 +64,8 @@ impl EndingMark {
 
 /// Watch over the lock file of a running daemon.
 ///
-/// Its descriptor becomes readable when the file's attributes change, such as its number of links.
+/// The watch's descriptor becomes readable when the file's attributes change, such as its number of
+/// links.
 #[derive(Debug)]
 pub struct LockWatch {
     events: OwnedFd,

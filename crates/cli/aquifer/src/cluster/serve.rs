@@ -373,7 +373,7 @@ pub fn gateway() -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Most descriptors that a daemon asks for: enough for the programs of [`aquifer_agent`]'s limits.
+/// Most descriptors that a daemon requests: enough for the programs of [`aquifer_agent`]'s limits.
 const DESCRIPTORS_WANTED: u64 = 262_144;
 
 /// Raises the limit of open files: each paged program needs some thirty descriptors in the agent,

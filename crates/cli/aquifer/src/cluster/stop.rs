@@ -28,8 +28,8 @@ pub enum StopOutcome {
     Terminated,
     /// The daemon did not end in time, and was killed by SIGKILL.
     Killed,
-    /// The daemon runs no more, but the kernel has not removed its process yet: the kernel frees
-    /// much memory, or waits to close a descriptor that a user has sent.
+    /// The daemon does not run any longer, but the kernel has not removed its process yet: the
+    /// kernel frees much memory, or waits to close a descriptor that a user has sent.
     Unremoved(u32),
 }
 

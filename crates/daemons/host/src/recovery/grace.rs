@@ -93,7 +93,7 @@ mod tests {
         assert!(!times.is_due(&dead(2, 7), at(1000)), "it is not listed");
     }
 
-    /// This host has not observed the life in between: it was stopped, or the directory failed.
+    /// The observing host has missed the life in between: it was stopped, or the directory failed.
     #[test]
     fn a_host_that_has_resumed_and_died_again_has_all_of_its_grace_time() {
         let mut times = GraceTimes::default();

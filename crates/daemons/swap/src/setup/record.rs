@@ -42,7 +42,7 @@ pub enum SetupStep {
     PageCluster(u64),
     /// A volume's file is mounted at this folder.
     Mount(PathBuf),
-    /// This loop device is in use, if its file belongs to the record.
+    /// The loop device with this number is in use, if its file belongs to the record.
     LoopSwap(u32),
 }
 

@@ -61,7 +61,7 @@ type Orphans = HashMap<u64, OwnedFd>;
 impl PagingService {
     /// Resumes the programs of another agent, with its mempool, which is recovered here.
     ///
-    /// When it returns, all slabs of runs are ledgers of the leak detection.
+    /// Afterwards, all slabs of runs are ledgers of the leak detection.
     pub fn restore(self: &Arc<Self>, kept: Vec<RestoredItem>) -> Vec<RestoredRun> {
         let mut runs = BTreeMap::new();
         let mut programs = Vec::new();
