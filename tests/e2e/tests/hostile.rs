@@ -228,9 +228,9 @@ fn a_process_without_capabilities_cannot_access_a_worker() {
     cluster.assert_all_free();
 }
 
-/// The answer at the socket of a knock to a request that only the agent's own user may make; `None`
-/// if there is no such socket now.
-fn answer_at_a_knock() -> Option<Frame> {
+/// The answer at the socket of a connect-back request to a request that only the agent's own user
+/// may make; `None` if there is no such socket now.
+fn answer_at_connect_back_socket() -> Option<Frame> {
     let sockets = std::fs::read_to_string("/proc/net/unix").expect("the kernel has sockets");
     let name = sockets.lines().find_map(|line| line.split_once(" @aquifer-"))?.1;
     let name = format!("aquifer-{name}");
@@ -251,7 +251,7 @@ fn answer_at_a_knock() -> Option<Frame> {
 
 /// Sockets of knocks are in the namespaces of sandboxes, and open to all users there.
 #[test]
-fn sockets_of_knocks_serve_nothing_but_programs() {
+fn sockets_of_connect_back_requests_serve_nothing_but_programs() {
     if !rustix::process::geteuid().is_root() {
         return skip("only root can change its root");
     }
@@ -259,9 +259,9 @@ fn sockets_of_knocks_serve_nothing_but_programs() {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), "chroot", "--bytes", "8M", "--rounds", "1000000"];
     let mut run = Running::start(&mut cluster.run_command("16M", &program), false, Box::new(|| 0));
-    let answer = eventually("a child to knock", || {
+    let answer = eventually("a connect-back request of a child", || {
         assert!(!run.has_ended(), "it forks all the time");
-        answer_at_a_knock()
+        answer_at_connect_back_socket()
     });
     assert!(matches!(&answer, Frame::Refused(_)), "{answer:?}");
     let program = eventually("the program", || processes::descendants(run.pid()).first().copied());

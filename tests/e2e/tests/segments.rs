@@ -226,7 +226,7 @@ fn an_operator_moves_and_frees_a_segment() {
     expect(&["status", "8"], false, "segment 8 is not on this host");
     expect(&["free", "7"], false, "in use by process \"first\"");
     expect(&["move", "7", "absent"], false, "no other process of this user has the name \"absent\"");
-    expect(&["move", "7", "second", "--timeout", "1ms"], false, "was told that second is to have segment 7");
+    expect(&["move", "7", "second", "--timeout", "1ms"], false, "was asked to hand segment 7 over to second");
     std::thread::scope(|scope| {
         let moved = scope.spawn(|| command(&["move", "7", "second"]));
         let event = first.next_event(Pulling::Ahead, SEGMENT_TIMEOUT).expect("the agent runs");

@@ -1,7 +1,7 @@
-//! Deadline of a process that asks its agent at intervals whether it runs.
+//! Deadline of a process that queries its agent at intervals.
 //!
-//! What the process has by the agent's lease ends a grace time after the latest answer, because
-//! other hosts may have it afterwards.
+//! The process may use what the agent's lease protects until a grace time after the latest answer.
+//! Afterwards, another host may own it.
 //!
 //! Pure: time is an argument.
 
@@ -10,66 +10,67 @@ use std::time::Duration;
 use crate::boot_time::BootInstant;
 use crate::mutation::Mutation;
 
-/// Questions to the agent in the grace time.
-const QUESTIONS: u32 = 8;
+/// Queries to the agent per grace time.
+const QUERIES_PER_GRACE: u32 = 8;
 
-/// The next step of a process when no answer has arrived in time.
+/// The action of a process after a timeout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum AfterSilence {
-    /// Ask the agent.
-    Ask,
-    /// Go on without the agent: [`AnswerDeadline::end`] has passed.
-    GiveUp,
+pub enum TimeoutAction {
+    /// Query the agent.
+    Query,
+    /// Continue without the agent: [`AnswerDeadline::end`] has passed.
+    Expire,
 }
 
-/// The questions of a process to its agent, and the latest answer.
+/// The times of a process's queries and of the latest answer.
 #[derive(Clone, Copy, Debug)]
 pub struct AnswerDeadline {
     grace: Duration,
-    /// When the question was asked that was answered last: a late answer says what was so then.
+    /// The time of the latest query that was answered. The time of the answer does not count,
+    /// because a late answer proves only that the agent ran at the query.
     answered: BootInstant,
-    /// When the question was asked that has no answer yet.
+    /// The time of the query that has no answer yet.
     asked: Option<BootInstant>,
 }
 
 impl AnswerDeadline {
-    /// The deadline of a process that may be without an answer for `grace`, and whose latest
-    /// answer is to a question that was asked at `answered`.
+    /// Creates the deadline of a process that may be without an answer for `grace`, and whose
+    /// latest answered query was sent at `answered`.
     #[must_use]
     pub const fn new(grace: Duration, answered: BootInstant) -> Self {
         Self { grace, answered, asked: None }
     }
 
-    /// The end of what the process has, unless an answer comes.
+    /// The end of the grace time after the latest answered query.
     #[must_use]
     pub fn end(&self) -> BootInstant {
         self.answered + self.grace
     }
 
-    /// The time until which to wait for an answer, or for the next question.
+    /// The time until which to wait for an answer, or until the next query.
     #[must_use]
     pub fn wait_until(&self, now: BootInstant) -> BootInstant {
-        let interval = self.grace / QUESTIONS;
+        let interval = self.grace / QUERIES_PER_GRACE;
         match self.asked {
             Some(asked) if Mutation::WaitPastDeadline.is_active() => asked + 2 * self.grace,
             Some(asked) => self.end().max(asked + interval),
-            // After the end, this process was stopped, and asks at once.
+            // After the end, this process was stopped, and queries at once.
             None => self.end().min(now + interval),
         }
     }
 
-    /// Says what to do when nothing has arrived until [`Self::wait_until`]. The caller then asks at
-    /// once, or gives up.
-    pub fn note_silence(&mut self, now: BootInstant) -> AfterSilence {
+    /// Returns the action when no packet has arrived until [`Self::wait_until`]. The caller must
+    /// perform it at once.
+    pub fn handle_timeout(&mut self, now: BootInstant) -> TimeoutAction {
         if self.asked.is_some() {
-            return AfterSilence::GiveUp;
+            return TimeoutAction::Expire;
         }
         self.asked = Some(now);
-        AfterSilence::Ask
+        TimeoutAction::Query
     }
 
-    /// The agent has answered.
-    pub const fn note_answer(&mut self) {
+    /// Records that the agent has answered the query.
+    pub const fn handle_answer(&mut self) {
         if let Some(asked) = self.asked.take() {
             self.answered = asked;
         }
@@ -87,26 +88,26 @@ mod tests {
     }
 
     #[test]
-    fn a_process_asks_at_intervals_and_gives_up_after_the_grace_time() {
+    fn a_process_queries_at_intervals_and_expires_after_the_grace_time() {
         let mut deadline = AnswerDeadline::new(GRACE, at(100));
         assert_eq!(deadline.wait_until(at(100)), at(101));
-        assert_eq!(deadline.note_silence(at(101)), AfterSilence::Ask);
+        assert_eq!(deadline.handle_timeout(at(101)), TimeoutAction::Query);
         assert_eq!(deadline.wait_until(at(101)), at(108));
-        // The answer is late: it says what was so when it was asked for.
-        deadline.note_answer();
+        // The answer is late: the grace time begins at the query.
+        deadline.handle_answer();
         assert_eq!(deadline.end(), at(109));
-        assert_eq!(deadline.note_silence(at(107)), AfterSilence::Ask);
+        assert_eq!(deadline.handle_timeout(at(107)), TimeoutAction::Query);
         assert_eq!(deadline.wait_until(at(107)), at(109));
-        assert_eq!(deadline.note_silence(at(109)), AfterSilence::GiveUp);
+        assert_eq!(deadline.handle_timeout(at(109)), TimeoutAction::Expire);
     }
 
     #[test]
-    fn a_process_that_was_stopped_for_long_asks_before_it_gives_up() {
+    fn a_process_that_was_stopped_for_long_queries_before_it_expires() {
         let mut deadline = AnswerDeadline::new(GRACE, at(100));
         assert!(deadline.wait_until(at(500)) <= at(500));
-        assert_eq!(deadline.note_silence(at(500)), AfterSilence::Ask);
+        assert_eq!(deadline.handle_timeout(at(500)), TimeoutAction::Query);
         assert_eq!(deadline.wait_until(at(500)), at(501));
-        deadline.note_answer();
+        deadline.handle_answer();
         assert_eq!(deadline.end(), at(508));
     }
 }

@@ -1,7 +1,7 @@
-//! Time that goes on while the machine is suspended.
+//! Time that advances while the machine is suspended.
 //!
-//! Others do not wait for a machine that sleeps: its leases end, and what it had may be theirs.
-//! [`std::time::Instant`] does not, so it must not decide what this machine still has.
+//! Other machines do not wait for a suspended machine: its leases end, and other hosts may own its
+//! memory. [`std::time::Instant`] stops during the suspension, so no lease may depend on it.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -16,7 +16,7 @@ impl BootInstant {
     /// The start of the machine.
     pub const START: Self = Self(Duration::ZERO);
 
-    /// This moment.
+    /// The present moment.
     #[must_use]
     pub fn now() -> Self {
         let now = clock_gettime(ClockId::Boottime);

@@ -1,10 +1,11 @@
 //! Descriptors and threads of a process, shared out to the users that it serves.
 //!
-//! A user may have at most as many descriptors as it leaves free, so that there are some for the
-//! next user whatever a user does. The user that runs the process may have all.
+//! A user may have at most as many descriptors as it leaves free, so that no user can take all
+//! descriptors from the next user. The user that runs the process may have all.
 //!
-//! Whatever a user can have in the process is charged to the [owner](crate::owners) of its id, for
-//! as long as it exists. Threads are counted with the descriptors of what they serve.
+//! Each descriptor of a user is charged to the [owner](crate::owners) of its id as long as the
+//! descriptor is open. A thread counts as [`THREAD_DESCRIPTORS`] together with the descriptors that
+//! it serves.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,14 +16,14 @@ use rustix::process::{Resource, geteuid, getrlimit};
 
 use crate::owners;
 
-/// Least number of descriptors to charge for something that has a thread.
+/// Least number of descriptors to charge for an item that has a thread.
 pub const THREAD_DESCRIPTORS: usize = 4;
-/// Descriptors and threads of the process itself.
+/// Number of descriptors that the process keeps for itself.
 const OWN_DESCRIPTORS: usize = 256;
-/// The reserve of a user beyond its share is this part of all.
+/// Divisor of the total that gives the reserve of a user beyond its share.
 const RESERVED_DIVISOR: usize = 8;
-/// Most descriptors of all users. A charge of [`THREAD_DESCRIPTORS`] has at most one item in the
-/// keeper, which holds 65,536, so one user fills at most half of the keeper.
+/// Most descriptors of all users, so that one user fills at most half of the keeper: a charge of
+/// [`THREAD_DESCRIPTORS`] has at most one item there, and the keeper holds 65,536.
 const DESCRIPTORS_MAX: usize = 262_144;
 
 /// The refusal of a charge.
@@ -94,11 +95,11 @@ impl DescriptorShares {
         self.charge_within(uid, count, 0)
     }
 
-    /// Charges descriptors that a user needs to use or to end what it has. For these there is a
-    /// part beyond its share.
+    /// Charges descriptors that a user needs to use or to end its runs, sessions or segments. They
+    /// may exceed the user's share by a reserve.
     ///
     /// # Errors
-    /// If the user has that part, too.
+    /// If the user has its share and the reserve.
     pub fn charge_reserved(
         self: &Arc<Self>,
         uid: u32,
@@ -123,8 +124,8 @@ impl DescriptorShares {
         Ok(DescriptorCharge { shares: Arc::clone(self), uid, owner, count })
     }
 
-    /// Charges descriptors that a user has already, or that what is charged already cannot do
-    /// without. The caller must bound them.
+    /// Charges descriptors that a user has already, or that an earlier charge depends on. The
+    /// caller must bound them.
     #[must_use]
     pub fn charge_always(self: &Arc<Self>, uid: u32, count: usize) -> DescriptorCharge {
         let mut state = self.state.lock();

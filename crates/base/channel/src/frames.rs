@@ -18,7 +18,7 @@ use crate::peer::peer_credentials;
 /// Maximum number of descriptors in a frame.
 const FDS_MAX: usize = 12;
 
-/// The keeper does not hold an item, for this reason.
+/// Error: the keeper does not hold an item, for this reason.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct HoldRefused(pub String);
@@ -57,8 +57,8 @@ pub fn frame_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Connects to the process that listens at a path, which must belong to this user or to root: a
-/// stranger's must not get memory, or be asked for it.
+/// Connects to the process that listens at a path. The process must belong to this user or to
+/// root: a process of another user must not get memory, or requests for memory.
 ///
 /// # Errors
 /// If no process listens there, or the path is too long.
@@ -77,8 +77,8 @@ pub fn connect_with_timeout(path: &Path, timeout: Duration) -> io::Result<OwnedF
     connect_socket(socket, path)
 }
 
-/// Limits the time for which a call on a socket waits; `None` for no limit. A timeout of zero is
-/// one of a millisecond.
+/// Limits the time for which a call on a socket waits; `None` for no limit. A timeout of zero
+/// counts as 1 ms.
 ///
 /// # Errors
 /// Those of the system calls.

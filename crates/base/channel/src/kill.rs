@@ -3,9 +3,9 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The real and the saved user of the process that sends the signal. Only root can signal a process
-/// with this user; the user of the program could otherwise stop it for ever. What it may signal
-/// depends on its effective user alone.
+/// User id that no user has: the real and the saved user of the process that sends the signal, so
+/// that only root can stop or kill it. Its effective user alone decides which processes it may
+/// signal.
 const UNUSED_UID: libc::c_long = 4_294_967_294;
 
 /// Kills a process as user `uid` would, so that the kernel refuses what that user may not do.
@@ -20,7 +20,7 @@ pub fn kill_as(uid: u32, pidfd: BorrowedFd<'_>) -> io::Result<()> {
     kill_all(uid, &[pidfd])
 }
 
-/// The same for several processes at once. One that has ended already is no error.
+/// Kills several processes as [`kill_as`] does. A process that has ended already is no error.
 ///
 /// # Errors
 /// The last error of [`kill_as`]; the others were killed nevertheless.
@@ -34,7 +34,7 @@ pub fn kill_all_as(uid: u32, pidfds: &[BorrowedFd<'_>]) -> io::Result<()> {
     })
 }
 
-/// Kills processes; the last error, if there is one that is not `ESRCH`.
+/// Kills processes. Fails with the last error that is not `ESRCH`, or else with `ESRCH`.
 fn kill_all(uid: u32, pidfds: &[BorrowedFd<'_>]) -> io::Result<()> {
     if uid == rustix::process::geteuid().as_raw() {
         return match signal_all(pidfds) {

@@ -9,12 +9,12 @@
 //! - [`descriptor_shares`]: descriptors and threads, shared out to users.
 //! - [`owners`]: the user that has a subordinate user id.
 //! - [`exiting`]: processes that were killed and have not ended.
-//! - [`start_time`]: which process has an id.
+//! - [`start_time`]: the start time of a process, which identifies it with its id.
 //! - [`answer_deadline`]: the deadline of a process whose agent does not answer.
 //! - [`kill`]: ending a process with the rights of its user.
 //! - [`paths`]: the path of the agent's socket.
 //!
-//! This crate does not know what the frames mean.
+//! The crate `ipc` defines the frames; this crate only transports them.
 
 pub mod answer_deadline;
 pub mod boot_time;

@@ -1,20 +1,20 @@
 //! Owners of user ids.
 //!
-//! A user can have processes under all of its subordinate ids. What is shared out to users is
-//! counted by the owner, because a user with many ids would otherwise have many shares.
+//! A user can have processes under all of its subordinate ids. Shares of users are counted by the
+//! owner, because a user with many ids would otherwise have many shares.
 
 /// The file with the ranges of subordinate ids: `OWNER:FIRST:COUNT` on each line.
 const RANGES_FILE: &str = "/etc/subuid";
 /// The file with the users: `NAME:PASSWORD:ID:…` on each line.
 const USERS_FILE: &str = "/etc/passwd";
-/// Ids that a container of root has.
+/// Number of ids of a container of root.
 const CONTAINER_IDS: u32 = 65_536;
 
-/// The owner of a user id, as the system says now.
+/// The present owner of a user id.
 ///
-/// That is the user that has it as a subordinate id, or else the user with this id. If the owner is
-/// not in `/etc/passwd`, its first subordinate id stands for it. In a range of root each container
-/// is an owner, and its first id stands for it.
+/// The owner is the user that has the id as a subordinate id, or else the user with this id. If the
+/// owner is not in `/etc/passwd`, its first subordinate id represents it. In a range of root each
+/// container is an owner, and its first id represents it.
 #[must_use]
 pub fn owner(uid: u32) -> u32 {
     let read = |file| std::fs::read_to_string(file).unwrap_or_default();

@@ -12,7 +12,7 @@ const WITHOUT_VARIABLE: &str = "AQUIFER_TEST_NO_PASSRIGHTS";
 /// Makes sends of descriptors to a socket fail with `EPERM`. Sockets that are accepted at a
 /// listener inherit the setting. Packets that are in the queue already keep their descriptors.
 ///
-/// Returns false if the kernel cannot.
+/// Returns false if the kernel does not support the option.
 pub fn refuse_descriptors(socket: impl AsFd) -> bool {
     #[cfg(debug_assertions)]
     if std::env::var_os(WITHOUT_VARIABLE).is_some() {

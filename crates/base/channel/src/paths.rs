@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 /// Folder of the user's own cluster.
 ///
-/// It is in the user's runtime folder, which is removed when the last login ends. Without one it is
-/// `/run/aquifer` for root, and `.local/state/aquifer` in the home folder for others: never where
-/// another user could create it first.
+/// The folder is in the user's runtime folder, which is removed when the last login ends. Without a
+/// runtime folder it is `/run/aquifer` for root, and `.local/state/aquifer` in the home folder for
+/// other users: another user cannot create these first.
 #[must_use]
 pub fn cluster_folder() -> PathBuf {
     let user = rustix::process::geteuid().as_raw();
@@ -20,7 +20,8 @@ pub fn cluster_folder() -> PathBuf {
 
 /// State folder of the daemons that systemd starts, by the units in `packaging/systemd`.
 ///
-/// It is not root's own folder, so that `aquifer up` and `aquifer down` of root do not meet them.
+/// Root's own folder is another one, so that `aquifer up` and `aquifer down` of root do not affect
+/// these daemons.
 pub const SYSTEM_FOLDER: &str = "/run/aquifer-system";
 
 /// Default socket of an agent that serves all users of its host.
@@ -83,8 +84,8 @@ fn choose(named: [(Option<&Path>, Option<&Path>); 2], mut default: [PathBuf; 3])
     })
 }
 
-/// The path that an environment variable has, if it is set and not empty. It is absolute, since
-/// programs have other working directories.
+/// The path in an environment variable, if the variable is set and not empty. The path is made
+/// absolute, because programs have other working directories.
 fn path_of_environment(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)?;
     Some(std::path::absolute(&path).unwrap_or(path))

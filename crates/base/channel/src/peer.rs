@@ -6,20 +6,20 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 /// `SO_PEERPIDFD`, since Linux 6.5. libc does not define it on all targets.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// Who connected.
+/// The ids of the process that connected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PeerCredentials {
-    /// Process id, for people: it may name another process after this one has ended. 0 if the
+    /// Process id, for logs only: another process may get it after this one has ended. 0 if the
     /// process is in a PID namespace that this process does not see.
     pub pid: u32,
     /// User id.
     pub uid: u32,
 }
 
-/// The process that connected, with what names it for ever.
+/// The process that connected, with a pidfd that never refers to another process.
 #[derive(Debug)]
 pub struct PeerProcess {
-    /// As in [`PeerCredentials`].
+    /// Process id, for logs only, as in [`PeerCredentials`].
     pub pid: u32,
     /// User id.
     pub uid: u32,

@@ -1,9 +1,9 @@
-//! Processes by their ids, which are used again.
+//! Start times of processes, because the kernel reuses process ids.
 
 use std::fs;
 
-/// The start time of a process in ticks since boot, by which it is told from a later one with the
-/// same id; `None` if there is no such process.
+/// The start time of a process in ticks since boot, which differs from that of a later process with
+/// the same id; `None` if there is no such process.
 #[must_use]
 pub fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use aquifer_ipc::ring::{DATA_AT, DATA_BYTES, RING_BYTES, RingWords};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-/// Size of the page that is empty in a forked child.
+/// Bytes of the page that is empty in a forked child.
 const MARK_BYTES: usize = 4096;
 
 /// A mapping of [`RING_BYTES`]. A forked child does not inherit it, because a session belongs to

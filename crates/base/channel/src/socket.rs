@@ -50,7 +50,7 @@ fn remove_dead_socket(path: &Path) -> io::Result<()> {
         metadata => metadata?,
     };
     if !std::os::unix::fs::FileTypeExt::is_socket(&metadata.file_type()) {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "a file that is no socket is there"));
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the path is a file that is not a socket"));
     }
     let socket = frame_socket()?;
     let listener = match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
@@ -61,7 +61,7 @@ fn remove_dead_socket(path: &Path) -> io::Result<()> {
     };
     // Process 0 is one that this process cannot see.
     if listener != 0 && is_exiting(listener) {
-        // Another process has the descriptors of one that has ended, such as its shadow.
+        // Another process, such as a shadow, has the descriptors of the listener, which has ended.
         return std::fs::remove_file(path);
     }
     Err(io::Error::new(io::ErrorKind::AddrInUse, format!("another process listens there: {listener}")))
@@ -98,8 +98,8 @@ pub fn wait_readable(fds: &[&OwnedFd], timeout: Duration) -> io::Result<bool> {
     }
 }
 
-/// Receives a packet, and polls for it for `spin` before it waits: an answer that comes at once
-/// would otherwise have to wake the receiver.
+/// Receives a packet. Polls for `spin` before it waits, so that an answer that arrives at once need
+/// not wake the receiver.
 ///
 /// Returns `None` after `timeout`, and 0 bytes at the end of the connection.
 ///

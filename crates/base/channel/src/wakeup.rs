@@ -12,7 +12,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 /// The packet that wakes the other side.
 const WAKEUP: [u8; 1] = [0];
-/// Longer packets are truncated. No packet to a session is longer.
+/// Maximum bytes of a packet to a session. Longer packets are truncated.
 const PACKET_BYTES_MAX: usize = 4096;
 /// Polls between two reads of the clock.
 const POLLS_PER_CLOCK_READ: usize = 64;
@@ -44,7 +44,7 @@ pub fn notify(socket: impl AsFd) {
     while send(&socket, &WAKEUP, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) == Err(Errno::INTR) {}
 }
 
-/// What [`receive`] found at the socket.
+/// The result of [`receive`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum WakeupEvent {
     /// No packet is waiting.

@@ -56,12 +56,12 @@ pub struct WorkerControl {
     /// [`PROCESS_ENDED`] when the program's process has ended, [`WORKER_IS_LAST`] when no process
     /// but the worker has the memory, else 0.
     pub process_ended: AtomicU32,
-    /// 1 if the program may have memory that its forked children do not get, or get empty.
+    /// 1 if the program may have memory that is absent or empty in its forked children.
     pub has_fork_advice: AtomicU32,
     /// 1 while the agent acts on the pins that it has read, else 0. See [`Self::lock_pins`].
     pub pins_locked: AtomicU32,
-    /// The last command of each staging buffer. It stays until the agent has copied the buffer, so
-    /// that an agent that takes over knows which pages are in it.
+    /// The last command of each staging buffer. The record stays until the agent has copied the
+    /// buffer, so that the next agent knows which pages are in it.
     pub batches: [BatchRecord; STAGING_BUFFERS],
     /// Entries of `pins` in use. Only the program increments it.
     pub pin_count: AtomicU32,

@@ -9,9 +9,9 @@ use crate::open_run::OpenRun;
 
 /// The newest version of a frame.
 ///
-/// A frame has the version in which its form came up, so that a peer of the version before
-/// understands all but what is new to it. A form stays accepted for at least one version after the
-/// one that replaces it.
+/// A frame has the version that introduced its form, so that a peer of an earlier version
+/// understands all frames whose form it knows. A form stays accepted for at least one version after
+/// the one that replaces it.
 pub const VERSION: u16 = 22;
 /// The version of frames whose form has never changed.
 pub const VERSION_OLDEST: u16 = 21;
@@ -20,7 +20,7 @@ pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 const HEADER_BYTES: usize = 8;
-/// Room that a text leaves for the other fields of its frame.
+/// Bytes that a text leaves for the other fields of its frame.
 const FIXED_FIELDS_BYTES_MAX: usize = 32;
 
 /// Secret that identifies a run. A process that presents it joins the run.
@@ -112,8 +112,8 @@ pub enum KeeperShare {
     Node(u16),
     /// The share of the heaps on the node with this number.
     Heaps(u16),
-    /// The share of the servers of a cache, which is told from others by these bits of its
-    /// identity. A server has it for a moment when it starts and when it ends.
+    /// The share of the servers of the cache with these bits of its identity. A server has it for a
+    /// moment when it starts and when it ends.
     Cache(u16),
 }
 
@@ -166,7 +166,7 @@ pub struct HeldItem {
     pub id: u64,
     /// Process id of a program; 0 for other kinds, and while it is unknown.
     pub pid: u32,
-    /// User of the item. With no more than this user's rights is the program killed.
+    /// User of the item. The keeper kills a program with this user's rights only.
     pub uid: u32,
     /// JSON that the next daemon needs to resume. The keeper does not read it.
     pub record: String,
@@ -175,14 +175,15 @@ pub struct HeldItem {
 /// A message, with its body.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Frame {
-    /// Program to agent: asks to be paged. Carries a userfaultfd unless [`ProgramHello::is_child`].
+    /// Program to agent: requests to be paged. Carries a userfaultfd unless
+    /// [`ProgramHello::is_child`].
     Hello(ProgramHello),
     /// Agent to program: the program is paged. Carries the control memory, and for a forked child
     /// its userfaultfd.
     Welcome,
     /// Agent or keeper to any process: the request is refused for this reason.
     Refused(String),
-    /// `aquifer run` to agent: asks for a run.
+    /// `aquifer run` to agent: requests a run.
     OpenRun(OpenRun),
     /// Agent to `aquifer run`: the run exists and has this token.
     RunOpened(RunToken),
@@ -193,7 +194,7 @@ pub enum Frame {
     Statistics(String),
     /// Agent to `aquifer run` or to a session: it was ended for this reason.
     Ended(String),
-    /// Any process to agent: asks for the state of the agent.
+    /// Any process to agent: requests the state of the agent.
     StatusRequest,
     /// Agent: its state, as JSON.
     StatusReport(String),
@@ -210,13 +211,13 @@ pub enum Frame {
     /// Any process to agent, and agent to swap server: changes the limit of a run. Answered with
     /// [`Frame::Statistics`].
     SetLimit(SetLimit),
-    /// Program to agent: asks for `/dev/userfaultfd`, which the program itself may not open.
+    /// Program to agent: requests `/dev/userfaultfd`, which the program itself may not open.
     DeviceRequest(RunToken),
     /// Agent to program: carries `/dev/userfaultfd`, open.
     Device,
     /// Agent to `aquifer run`: a message for the user.
     Notice(String),
-    /// Swap server to agent: asks how to reach the directory and the memory nodes.
+    /// Swap server to agent: requests access to the directory and the memory nodes.
     ClusterAccessRequest,
     /// Agent to swap server: the answer, as JSON. The connection stays open for [`Frame::Ended`],
     /// [`Frame::SetLimit`] and the server's reports.
@@ -224,13 +225,13 @@ pub enum Frame {
     /// Swap server to `aquifer run`: the device is in use, and the setup record of this name undoes
     /// the setup. Carries `cgroup.procs` of the cgroup that swaps to the device.
     SwapOpened(String),
-    /// Program to agent: asks for a session.
+    /// Program to agent: requests a session.
     OpenSession,
     /// Agent to program: carries the memory of the session's ring. From then on a packet of one
     /// byte wakes the other end.
     SessionOpened,
-    /// Program to agent: asks how to reach the heap of its user on this node; 0 if the agent may
-    /// choose.
+    /// Program to agent: requests access to the heap of its user on this node; 0 if the agent may
+    /// choose the node.
     HeapAccessRequest(u16),
     /// Agent to program: the answer, as JSON. Carries the descriptors of a heap of this machine.
     HeapAccess(String),
@@ -263,7 +264,7 @@ pub enum Frame {
         kind: HeldKind,
         /// Number of the item.
         id: u64,
-        /// Why it is not held.
+        /// The reason for the refusal.
         reason: String,
     },
 }
@@ -498,7 +499,7 @@ impl Frame {
         at
     }
 
-    /// The version in which the form of this frame came up.
+    /// The version that introduced the form of this frame.
     fn version(&self) -> u16 {
         match self {
             Self::OpenRun(open) => open.version(),

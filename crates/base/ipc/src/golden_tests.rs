@@ -8,7 +8,9 @@ use crate::control::{
     WorkerControl,
 };
 use crate::frame::{FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, HoldSpans, KeeperShare, RunToken, SetLimit};
-use crate::hello::{CANARY_BYTES, KNOCKS_MAX, ProgramHello, knock_page, socket_address};
+use crate::hello::{
+    CANARY_BYTES, CONNECT_BACK_REQUESTS_MAX, ProgramHello, connect_back_page, socket_address,
+};
 use crate::open_run::OpenRun;
 use crate::ring::tests::HeapWords;
 use crate::ring::{
@@ -169,7 +171,8 @@ fn golden_control_memory() {
     golden.text("pins", &PINS_MAX.to_string());
     golden.text("magic", &format!("{CONTROL_MAGIC:#x}"));
     golden.text("version", &CONTROL_VERSION.to_string());
-    golden.text("knocks", &format!("{KNOCKS_MAX} {} {} {CANARY_BYTES}", knock_page(0), knock_page(1)));
+    let [first, second] = [connect_back_page(0), connect_back_page(1)];
+    golden.text("knocks", &format!("{CONNECT_BACK_REQUESTS_MAX} {first} {second} {CANARY_BYTES}"));
     let socket = socket_address([0, 1, 0x2a, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0xff]);
     golden.text("socket", std::str::from_utf8(&socket).unwrap());
     golden.text("status of a page that was moved", &STATUS_MOVED.to_string());

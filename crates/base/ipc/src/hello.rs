@@ -1,4 +1,4 @@
-//! The first frame of a program: what the agent needs to page it.
+//! The first frame of a program: the addresses that the agent needs to page it.
 
 use crate::frame::{FrameError, Reader, RunToken};
 
@@ -7,36 +7,37 @@ const USER_ADDRESS_END: u64 = 1 << 47;
 
 /// Bytes of a page.
 const PAGE: usize = 4096;
-/// How often a process can knock.
-pub const KNOCKS_MAX: usize = 8;
+/// Maximum number of connect-back requests of a process.
+pub const CONNECT_BACK_REQUESTS_MAX: usize = 8;
 /// Bytes from [`ProgramHello::canary`] that are empty in each forked child: the canary, the page of
-/// the proof, and a page for each knock.
-pub const CANARY_BYTES: usize = PAGE * (2 + KNOCKS_MAX);
+/// the proof, and a page for each connect-back request.
+pub const CANARY_BYTES: usize = PAGE * (2 + CONNECT_BACK_REQUESTS_MAX);
 /// The page by which a forked child proves its memory after its hello, as an offset from the
 /// canary. The child does not touch it.
 pub const PROOF_PAGE: usize = PAGE;
-/// Bytes of the name of a knock's socket.
+/// Bytes of the name of a connect-back request's socket.
 pub const SOCKET_NAME_BYTES: usize = 16;
-/// Bytes of the secret of a knock's socket.
+/// Bytes of the secret of a connect-back request's socket.
 pub const SOCKET_SECRET_BYTES: usize = 16;
-/// Bytes of the address of a knock's socket.
+/// Bytes of the address of a connect-back request's socket.
 pub const SOCKET_ADDRESS_BYTES: usize = SOCKET_ADDRESS_START.len() + 2 * SOCKET_NAME_BYTES;
 const SOCKET_ADDRESS_START: &[u8] = b"aquifer-";
 
-/// The page of a knock, as an offset from the canary.
+/// The page of connect-back request `number`, as an offset from the canary.
 ///
-/// A forked child *knocks* if it cannot reach the agent's socket by its path: it reads the page of
-/// its next knock. The agent then listens at a new socket in the child's network namespace, whose
-/// address has no path. It fills the page, which begins with the name of the socket and a secret,
-/// or with zeros if there is none. All users of the namespace see the name, and can listen at it
-/// when the agent has gone: so the agent sends the secret first on each connection.
+/// A forked child that cannot reach the agent's socket by its path sends a *connect-back request*:
+/// it reads the page of its next request. The agent then listens at a new socket in the child's
+/// network namespace, whose address has no path. It fills the page, which begins with the name of
+/// the socket and a secret, or with zeros if there is no socket. All users of the namespace see the
+/// name, and can listen at it when the agent has gone: so the agent sends the secret first on each
+/// connection.
 #[must_use]
-pub fn knock_page(number: usize) -> usize {
+pub fn connect_back_page(number: usize) -> usize {
     PAGE * (2 + number)
 }
 
-/// The address of a knock's socket in the abstract namespace of Unix sockets, without the zero
-/// before it.
+/// The address of a connect-back request's socket in the abstract namespace of Unix sockets,
+/// without the zero before it.
 #[must_use]
 pub fn socket_address(name: [u8; SOCKET_NAME_BYTES]) -> [u8; SOCKET_ADDRESS_BYTES] {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
@@ -61,7 +62,7 @@ pub struct ProgramHello {
     /// from the fork event, and the frame carries none.
     pub is_child: bool,
     /// The agent's number for a forked child, which the child has read in its canary page.
-    /// Without meaning for other programs.
+    /// Meaningless for other programs.
     pub child_number: u64,
     /// The bounce buffer, to which evicted pages are moved first: [`crate::BATCH_PAGES_MAX`] pages
     /// under the program's userfaultfd.
@@ -70,8 +71,8 @@ pub struct ProgramHello {
     /// [`crate::STAGING_BUFFERS`] buffers under a userfaultfd without events.
     pub staging: u64,
     /// The canary, a page that is empty in each forked child. The agent writes the child's number
-    /// there, and so learns which process a fork event was about. The rest of [`CANARY_BYTES`] is
-    /// for the proof and for knocks.
+    /// there, so that the child's hello identifies the fork event. The rest of [`CANARY_BYTES`] is
+    /// for the proof and for connect-back requests.
     pub canary: u64,
     /// Start of the shim's own memory, which is never registered.
     pub private_start: u64,

@@ -1,5 +1,5 @@
-//! Formats of what processes of one machine exchange: programs, `aquifer run`, the agent, memory
-//! nodes and the keeper. The bytes are in `docs/formats/ipc.md`.
+//! Formats of the messages and the shared memory between processes of one machine: programs,
+//! `aquifer run`, the agent, memory nodes and the keeper. The bytes are in `docs/formats/ipc.md`.
 //!
 //! - [`frame`]: the messages on Unix sockets.
 //! - [`control`]: the memory that the agent shares with a program's worker.
@@ -26,8 +26,8 @@ pub use frame::{
     VERSION,
 };
 pub use hello::{
-    CANARY_BYTES, KNOCKS_MAX, PROOF_PAGE, ProgramHello, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES, knock_page,
-    socket_address,
+    CANARY_BYTES, CONNECT_BACK_REQUESTS_MAX, PROOF_PAGE, ProgramHello, SOCKET_NAME_BYTES,
+    SOCKET_SECRET_BYTES, connect_back_page, socket_address,
 };
 pub use mutation::Mutation;
 pub use open_run::OpenRun;

@@ -1,6 +1,6 @@
 //! The mutations of these formats: checks that tests omit on purpose.
 //!
-//! Each is named at its check in `docs/formats/ipc.md`.
+//! The checks in `docs/formats/ipc.md` name their mutations.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.
@@ -9,7 +9,7 @@ aquifer_mutation::mutations! {
         AcceptAnyFlag,
         /// The range of a request may end behind the data area of the ring.
         IgnoreDataEnd,
-        /// What follows the 32 digits of a token is ignored.
+        /// Bytes after the 32 digits of a token are ignored.
         AcceptLongToken,
     }
 }

@@ -1,17 +1,17 @@
-//! What `aquifer run` asks of the agent.
+//! The request of `aquifer run` for a run.
 
 use crate::frame::{FrameError, Reader, VERSION_OLDEST, write_text};
 use crate::mutation::Mutation;
 
-/// Body of [`crate::Frame::OpenRun`]: what a new run asks for.
+/// Body of [`crate::Frame::OpenRun`]: the options of a new run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct OpenRun {
     /// Limit of the run's resident pages and its part of the mempool together.
     pub limit_bytes: u64,
     /// Memory nodes that hold a copy of each page, 1 to 3.
     pub replicas: u32,
-    /// Whether the programs go on if the socket closes without [`crate::Frame::CloseRun`], because
-    /// the process that opened the run was killed.
+    /// Whether the programs continue if the socket closes without [`crate::Frame::CloseRun`],
+    /// because the process that opened the run was killed.
     pub outlives_owner: bool,
     /// Whether the run ends when one of its processes is not paged.
     pub is_strict: bool,
@@ -22,7 +22,7 @@ pub struct OpenRun {
     pub name: String,
 }
 
-/// The first version in which a run can say how long it waits for room.
+/// The first version with [`OpenRun::wait_for_room_ms`].
 const VERSION_WITH_WAIT: u16 = 22;
 
 impl OpenRun {

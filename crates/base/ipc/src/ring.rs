@@ -50,7 +50,7 @@ pub trait RingWords {
     fn word_u64(&self, offset: usize) -> &AtomicU64;
 }
 
-/// An extent as programs see it: everything that is needed to access it.
+/// The name of an extent for programs: the fields that an access needs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct ExtentName {
     /// Number of the memory node.
@@ -102,13 +102,13 @@ pub enum RingStatus {
     Quota = 2,
     /// The key does not open the extent, or the session did not allocate it.
     Refused = 3,
-    /// The memory node is gone, or was gone and its data cannot be trusted.
+    /// The memory node is gone, or was gone and may have lost the extent.
     NodeGone = 4,
     /// The session has the maximum number of extents.
     TooMany = 5,
     /// A field of the request has an invalid value.
     BadRequest = 6,
-    /// The agent failed for a reason that is in its log.
+    /// The agent failed; its log has the reason.
     Failed = 7,
     /// The key was not tried, because the session or its user has tried too many wrong keys.
     ///

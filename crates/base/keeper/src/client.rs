@@ -16,16 +16,15 @@ use parking_lot::Mutex;
 
 use crate::store::KeeperStore;
 
-/// How long to retry a claim that the keeper refuses: until it has noticed that the last owner has
-/// ended, or takes its share from it.
+/// Timeout of retries of a claim that the keeper refuses. The keeper notices within this time that
+/// the last owner has ended, or takes the share from it.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to wait for the keeper's answer to an item. A keeper that is stopped must not stop the
-/// daemon.
+/// Timeout of the keeper's answer to an item, so that a stopped keeper does not stop the daemon.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between attempts to claim a share.
 const CLAIM_INTERVAL: Duration = Duration::from_millis(10);
 
-/// What identifies an item in its share.
+/// Key of an item in its share.
 type ItemKey = (HeldKind, u64);
 
 /// Copies of all items that the keeper holds for this daemon.
@@ -34,7 +33,7 @@ type SentItems = BTreeMap<ItemKey, (HeldItem, Vec<Arc<OwnedFd>>)>;
 #[derive(Debug)]
 struct State {
     socket: OwnedFd,
-    /// Sent again if the keeper is restarted.
+    /// Items to send again if the keeper is restarted.
     items: SentItems,
     /// True from a failure to reconnect until a success; the failure is logged once.
     is_lost: bool,
@@ -53,9 +52,8 @@ pub struct KeeperClient {
 }
 
 impl KeeperClient {
-    /// Connects and claims a share. Returns the items that the last owner has left in it. A keeper
-    /// that does not answer is waited for until `stall_timeout` has passed: it may be stopped, and
-    /// ends no program meanwhile.
+    /// Connects and claims a share. Returns the items that the last owner has left in it. Waits up
+    /// to `stall_timeout` for a keeper that does not answer: a stopped keeper ends no program.
     ///
     /// # Errors
     /// If the keeper cannot be reached, or the share has another owner that is running.
@@ -94,9 +92,9 @@ impl KeeperClient {
     /// Waits until the keeper has handled all frames.
     ///
     /// # Errors
-    /// If it has refused the item `key`.
+    /// If the keeper has refused the item `key`.
     fn synchronise(&self, state: &mut State, key: ItemKey) -> Result<(), HoldRefused> {
-        // Do not wait for a keeper that has not answered the last time.
+        // Do not wait for a keeper whose last answer is late.
         let timeout = if state.is_stalled { Duration::ZERO } else { ANSWER_TIMEOUT };
         match send_frame(&state.socket, &Frame::Sync, &[]) {
             Ok(()) => state.unanswered += 1,
@@ -201,7 +199,7 @@ impl KeeperStore for KeeperClient {
         match copies {
             Ok(copies) => self.hold_shared(item, copies),
             Err(error) => {
-                // An item with some of its descriptors would be taken for another.
+                // An item with only some of its descriptors would have another meaning.
                 tracing::error!(
                     kind = ?item.kind,
                     id = item.id,
@@ -221,7 +219,7 @@ impl KeeperStore for KeeperClient {
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let is_new = state.items.insert(key, (item.clone(), fds.clone())).is_none();
         self.send(&mut state, item, &borrowed);
-        // The keeper refuses no item that replaces another.
+        // The keeper never refuses an item that replaces another.
         if is_new { self.synchronise(&mut state, key) } else { Ok(()) }
     }
 
@@ -242,10 +240,10 @@ fn log_refusal((kind, id): ItemKey, reason: &str) {
     tracing::error!(?kind, id, reason, "item not held: it is lost if this daemon dies");
 }
 
-/// How long to retry a claim that has failed with `error`.
+/// The timeout of retries of a claim that has failed with `error`.
 fn claim_timeout(error: &io::Error, stall_timeout: Duration) -> Duration {
     match error.kind() {
-        // No keeper runs, or a stranger's.
+        // No keeper runs, or a keeper of another user.
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
             Duration::ZERO
         }
@@ -261,7 +259,7 @@ fn claim(socket: &OwnedFd, share: KeeperShare) -> io::Result<Vec<RestoredItem>> 
     loop {
         let received = receive_frame(socket).map_err(|error| match error {
             ReceiveError::System(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                io::Error::new(io::ErrorKind::TimedOut, "it does not answer; is it stopped?")
+                io::Error::new(io::ErrorKind::TimedOut, "the keeper does not answer; is it stopped?")
             }
             ReceiveError::System(error) => error,
             error => io::Error::other(error),

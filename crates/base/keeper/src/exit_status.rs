@@ -8,9 +8,9 @@ use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 /// How a process ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ExitStatus {
-    /// It exited with this code.
+    /// The process exited with this code.
     Code(u8),
-    /// This signal killed it.
+    /// The process was killed by this signal.
     Signal(u8),
 }
 
@@ -23,7 +23,7 @@ impl ExitStatus {
     }
 }
 
-/// The status of a zombie: a process that has ended and is not reaped; `None` if `pid` is not one.
+/// The status of a zombie, which has ended and is not reaped; `None` if `pid` is not a zombie.
 pub fn of_zombie(pid: u32) -> Option<ExitStatus> {
     parse_stat(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }

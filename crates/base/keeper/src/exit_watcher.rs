@@ -1,4 +1,4 @@
-//! Logs how the daemons of a local cluster end, because a process that is killed cannot.
+//! Logs the exit statuses of the daemons of a local cluster, because a killed process cannot.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::exit_status::{ExitStatus, of_reaped, of_zombie};
 /// Most daemons watched at once.
 const WATCHED_MAX: usize = 4096;
 
-/// Watches processes and logs how each ends.
+/// Watches processes and logs their exit statuses.
 #[derive(Debug, Default)]
 pub(crate) struct ExitWatcher {
     watched: Vec<Watched>,

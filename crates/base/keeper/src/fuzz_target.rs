@@ -1,4 +1,4 @@
-//! The fuzz target for what daemons send to the keeper.
+//! The fuzz target for frames from daemons to the keeper.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;

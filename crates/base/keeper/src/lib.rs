@@ -1,22 +1,22 @@
-//! The keeper: a small process that holds what must outlive an agent or a memory node.
+//! The keeper: a small process that holds descriptors and memory for the next agent or memory node.
 //!
 //! When the last reference to a userfaultfd closes, the kernel fills missing pages with zeros. The
 //! keeper has a second reference, so when the agent dies, its programs wait at their next fault.
-//! The next agent gets all descriptors and memory back and resumes the programs. If none comes
-//! within the grace time, the keeper kills the programs, and closes each descriptor when the memory
-//! is gone, so that no program reads zeros.
+//! The next agent gets all descriptors and memory back and resumes the programs. If no agent
+//! connects within the grace time, the keeper kills the programs, and closes each descriptor when
+//! the memory is gone, so that no program reads zeros.
 //!
-//! For a node, the keeper holds the memory that it lends, and for a cache server that has ended its
-//! partitions. If no node of the same number, or no server of the cache, comes within the grace
-//! time, the memory is freed.
+//! For a node, the keeper holds the memory that the node lends, and for a cache server that has
+//! ended its partitions. If no node of the same number, or no server of the cache, connects within
+//! the grace time, the memory is freed.
 //!
-//! The keeper also logs how the daemons of a local cluster end, because a daemon that is killed
-//! cannot.
+//! The keeper also logs the exit statuses of the daemons of a local cluster, because a killed
+//! daemon cannot.
 //!
 //! - `share_items`: the items of one daemon.
-//! - `exit_watcher`: logs how daemons end.
+//! - `exit_watcher`: logs the exit statuses of daemons.
 //! - [`KeeperClient`]: a daemon's connection to the keeper.
-//! - [`KeeperStore`]: what services need of it.
+//! - [`KeeperStore`]: the interface of a store of items for services.
 //!
 //! Format: `docs/formats/ipc.md`.
 
@@ -53,19 +53,19 @@ pub use client::{CLAIM_TIMEOUT, KeeperClient};
 pub use mutation::Mutation;
 pub use store::KeeperStore;
 
-/// Longest time for which a request to stop, or the end of a grace time, goes unnoticed.
+/// Timeout of a poll, which is the longest delay of a request to stop or of a grace time's end.
 const TICK: Duration = Duration::from_millis(100);
 /// Most connections at once: those of the agent, its shadow, the next agent, nodes, and `aquifer
 /// up`.
 const CONNECTIONS_MAX: usize = 64;
 
-/// Time after which the share of a daemon that was killed is given to the next one, though the
-/// first has not ended. A hostile program can make the kernel wait in a thread of the daemon, which
-/// then keeps its connection open.
+/// Time after which the share of a killed daemon goes to the next daemon, although the killed one
+/// has not ended. A hostile program can make the kernel wait in a thread of the daemon, so that
+/// the connection stays open.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval between checks whether the owners of the shares live.
+/// Interval between checks whether the owners of the shares run.
 const OWNER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Time without another attempt after a connection could not be accepted.
+/// Pause after a failure to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Default of [`KeeperOptions::items_max`].
@@ -78,15 +78,15 @@ pub struct KeeperOptions {
     pub socket: PathBuf,
     /// The time for which the items of a daemon that has ended are held.
     ///
-    /// It must not be longer than the agent's grace time, and not shorter than that of a node.
+    /// At most the agent's grace time, and at least that of a node.
     pub grace: Duration,
     /// A socket that already listens at `socket`.
     pub listener: Option<OwnedFd>,
     /// Most items in a share. The keeper refuses further ones, so that the daemon can refuse the
     /// program that needs them.
     pub items_max: usize,
-    /// Set when the socket's file was deleted: the keeper then ends when it holds nothing and no
-    /// daemon is connected.
+    /// True when the socket's file was deleted: the keeper then ends as soon as it holds no item
+    /// and no daemon is connected.
     pub when_unused: Arc<AtomicBool>,
 }
 
@@ -110,7 +110,7 @@ struct ShareOwner {
     pid: u32,
     /// The pidfd of the daemon; `None` if the daemon had ended when it connected.
     process: Option<Arc<OwnedFd>>,
-    /// Since when it was found dead.
+    /// The time at which the daemon was first found dead.
     dead_since: Option<Instant>,
 }
 
@@ -119,7 +119,7 @@ struct ShareOwner {
 struct ShareState {
     /// The daemon, while it is connected.
     owner: Option<ShareOwner>,
-    /// When the items are released, if no daemon claims the share.
+    /// The time at which the items are released, if no daemon claims the share.
     deadline: Option<Instant>,
     /// Whether the programs were killed, and each item is released when its memory is gone.
     is_released: bool,
@@ -127,7 +127,7 @@ struct ShareState {
 }
 
 impl ShareOwner {
-    /// Whether the daemon has ended or was killed. Of a process in another PID name space, whose
+    /// Whether the daemon has ended or was killed. For a process in another PID name space, whose
     /// number is 0 here, only the end of its connection shows that.
     fn is_dead(&self) -> bool {
         if self.pid == 0 {
@@ -156,9 +156,9 @@ struct KeeperServer {
     last_number: u64,
     shares: BTreeMap<KeeperShare, ShareState>,
     exits: ExitWatcher,
-    /// When a connection may be accepted again, after one could not be.
+    /// The time of the next attempt to accept a connection after a failure.
     next_accept: Instant,
-    /// When the owners of the shares are checked again.
+    /// The time of the next check of the shares' owners.
     next_owner_check: Instant,
     orphans: OrphanWatch,
 }
@@ -236,7 +236,7 @@ impl KeeperServer {
                 tracing::warn!(
                     share = ?share_id,
                     grace = ?self.grace,
-                    "releases what was held: no daemon came back within the grace time"
+                    "releasing the items of a share: no daemon claimed it within the grace time"
                 );
             }
             if share.is_released {
@@ -254,8 +254,8 @@ impl KeeperServer {
         }
     }
 
-    /// Takes shares from owners whose connections are open although they have ended: another
-    /// process, such as a stopped shadow, has them open.
+    /// Takes shares from owners that have ended although their connections are open, for example in
+    /// a stopped shadow.
     fn expel_owners(&mut self, has_left: impl Fn(&mut ShareOwner) -> bool) {
         let mut left = Vec::new();
         for (share_id, share) in &mut self.shares {
@@ -273,7 +273,7 @@ impl KeeperServer {
         }
     }
 
-    /// True if no daemon is connected and nothing is held.
+    /// True if no daemon is connected and no item is held.
     fn is_unused(&self) -> bool {
         self.connections.is_empty() && self.shares.is_empty()
     }
@@ -296,8 +296,8 @@ impl KeeperServer {
         }
     }
 
-    /// Accepts a connection, if there is one. If that fails, the next attempt is made later: the
-    /// listener stays readable.
+    /// Accepts a connection, if there is one. After a failure, the next attempt is made after a
+    /// pause, because the listener stays readable.
     fn accept(&mut self, listener: &OwnedFd) {
         if Instant::now() < self.next_accept || self.connections.len() >= CONNECTIONS_MAX {
             return;
@@ -370,7 +370,7 @@ impl KeeperServer {
             }
             Err(ReceiveError::Frame(error @ FrameError::OtherVersion(_))) => {
                 tracing::warn!(pid, %error, "refused a daemon of another version");
-                // It would wait for an answer. Fails if it has gone.
+                // The daemon waits for an answer. The send fails if the daemon has gone.
                 let _ = send_frame(socket, &Frame::Refused(error.to_string()), &[]);
                 return false;
             }

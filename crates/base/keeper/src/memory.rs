@@ -1,11 +1,11 @@
-//! Whether the memory of a process exists.
+//! A check whether the memory of a process exists.
 
 use std::os::fd::AsFd;
 
 use rustix::io::Errno;
 
-/// Whether a process has the memory of an open `/proc/PID/pagemap`. It may be another process than
-/// at first.
+/// Whether any process has the memory of an open `/proc/PID/pagemap`, even if the process with that
+/// id has ended.
 ///
 /// A read at an odd offset is refused only if the memory exists, before the kernel waits for a lock
 /// of the memory, which a hostile process could hold.

@@ -1,8 +1,8 @@
 //! Releases orphans whose memory is gone.
 //!
 //! The shadow of an agent that has died sends all userfaultfds of that agent, also when the next
-//! agent has claimed the share already. Those are of programs that the next agent knows otherwise,
-//! and would be held until another agent claims the share.
+//! agent has claimed the share already. The next agent has the userfaultfds of its programs from
+//! other items, so the keeper would hold these until another agent claims the share.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
@@ -14,13 +14,13 @@ use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 use super::share_items::ShareItems;
 
-const INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Looks at the orphans of a share once a second.
+/// Checks the orphans of a share once a second.
 #[derive(Debug)]
 pub(super) struct OrphanWatch {
     next: Instant,
-    /// The numbers of orphans whose memory is gone, from a thread that looks.
+    /// Receives the numbers of orphans whose memory is gone, from the thread that checks.
     gone: Option<Receiver<Vec<u64>>>,
 }
 
@@ -29,14 +29,14 @@ impl OrphanWatch {
         Self { next: Instant::now(), gone: None }
     }
 
-    /// Releases what the last look has found, and begins another one if it is time.
+    /// Releases the orphans that the last check has found, and begins another check if it is due.
     pub fn poll(&mut self, items: &mut ShareItems) {
         match self.gone.as_ref().map(Receiver::try_recv) {
             Some(Ok(gone)) => {
                 gone.into_iter().for_each(|id| items.remove(HeldKind::Orphan, id));
                 self.gone = None;
             }
-            // The thread waits for the lock of a memory.
+            // The thread still waits for the lock of a process's memory.
             Some(Err(TryRecvError::Empty)) => return,
             Some(Err(TryRecvError::Disconnected)) => self.gone = None,
             None => {}
@@ -44,19 +44,19 @@ impl OrphanWatch {
         if Instant::now() < self.next {
             return;
         }
-        self.next = Instant::now() + INTERVAL;
+        self.next = Instant::now() + CHECK_INTERVAL;
         let orphans = items.orphans();
         if orphans.is_empty() {
             return;
         }
         let (sender, receiver) = channel();
-        let look = move || {
+        let check = move || {
             let is_gone = |(id, uffd): (u64, OwnedFd)| is_memory_gone(uffd).then_some(id);
             let _ = sender.send(orphans.into_iter().filter_map(is_gone).collect());
         };
-        // In a thread, because the kernel waits for a lock of the memory, which a hostile process
-        // can hold.
-        if std::thread::Builder::new().name("orphans".into()).spawn(look).is_ok() {
+        // A thread, because the kernel waits for a lock of the memory, which a hostile process can
+        // hold.
+        if std::thread::Builder::new().name("orphans".into()).spawn(check).is_ok() {
             self.gone = Some(receiver);
         }
     }

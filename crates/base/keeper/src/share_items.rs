@@ -10,7 +10,8 @@ use aquifer_ipc::{HeldItem, HeldKind};
 
 use super::memory;
 
-/// The last descriptors of a program whose process is known: `mem`, `pagemap`, `maps`, pidfd.
+/// Number of the last descriptors of a program whose process is known: `mem`, `pagemap`, `maps` and
+/// pidfd.
 const FILES_OF_PROCESS: usize = 4;
 
 #[derive(Debug)]
@@ -41,8 +42,8 @@ impl ShareItems {
 
     /// Stores an item. Replaces an item of the same kind and number.
     ///
-    /// An orphan is always stored: its process would read zeros without it. Orphans are as many as
-    /// the programs of the agent that has died.
+    /// An orphan is always stored, because its process would read zeros without it. There are at
+    /// most as many orphans as programs of the agent that has died.
     ///
     /// # Errors
     /// `items_max`, if the share has that many items.
@@ -74,15 +75,15 @@ impl ShareItems {
 
     /// Kills all programs.
     ///
-    /// Their userfaultfds stay open until [`Self::release_ended`]: a program whose userfaultfd is
-    /// closed reads zeros. Their sockets are closed, because their workers may wait for an agent.
+    /// The userfaultfds stay open until [`Self::release_ended`]: a program whose userfaultfd is
+    /// closed reads zeros. The sockets are closed, because workers may wait for an agent.
     pub fn kill_programs(&mut self) {
         for entry in self.entries.values_mut() {
             entry.kill();
         }
     }
 
-    /// Closes the descriptors of all items but of programs that have not ended, or whose memory
+    /// Closes the descriptors of all items except programs that have not ended, or whose memory
     /// another process has.
     pub fn release_ended(&mut self) {
         let is_ended = |(key, entry): (&(HeldKind, u64), &Entry)| (!entry.is_alive()).then_some(*key);
@@ -92,7 +93,7 @@ impl ShareItems {
 }
 
 /// Closes the descriptors of items in a thread: the last close of a userfaultfd waits for the lock
-/// of the memory, and that of a large memory takes seconds.
+/// of the memory, and the last close of a large memory takes seconds.
 fn close(entries: Vec<Entry>) {
     if !entries.is_empty() {
         // If there is no thread, they are dropped here.

@@ -1,4 +1,4 @@
-//! The interface by which services store what must outlive their daemon.
+//! The interface by which services store items that must outlive their daemon.
 
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -13,8 +13,8 @@ pub trait KeeperStore: Debug + Send + Sync {
     /// number.
     ///
     /// # Errors
-    /// If the keeper refuses a new item. It refuses none that replaces another, and without a
-    /// keeper there is no error.
+    /// If the keeper refuses a new item. An item that replaces another is never refused, and
+    /// without a keeper there is no error.
     fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused>;
 
     /// Stores an item as [`Self::hold`] does, with descriptors that this process uses itself, so

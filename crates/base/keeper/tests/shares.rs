@@ -1,7 +1,7 @@
 //! A keeper, and daemons that connect and disconnect.
 //!
-//! The held items are writing ends of pipes: the reading end is at its end of file when the keeper
-//! has released the item.
+//! The held items are writing ends of pipes, so that the reading end reports the end of the file
+//! when the keeper has released the item.
 
 use std::io::{PipeReader, Read, pipe};
 use std::os::fd::{AsFd, AsRawFd};
@@ -19,7 +19,7 @@ use aquifer_keeper::{CLAIM_TIMEOUT, ITEMS_MAX, KeeperClient, KeeperOptions, Keep
 use rustix::io::FdFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-const LONG: Duration = Duration::from_secs(1000);
+const LONG_GRACE: Duration = Duration::from_secs(1000);
 
 struct TestKeeper {
     socket: PathBuf,
@@ -94,7 +94,7 @@ fn synchronise(keeper: &TestKeeper) {
 #[test]
 fn each_daemon_has_its_own_share() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     let (agent, found) = keeper.connect(KeeperShare::Agent);
     assert_eq!(found, []);
     let (first, _) = keeper.connect(KeeperShare::Node(1));
@@ -158,12 +158,12 @@ fn a_daemon_that_has_ended_is_absent_although_its_connection_is_open() {
 #[test]
 fn a_daemon_sends_its_items_to_the_next_keeper() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     let (client, _) = keeper.connect(KeeperShare::Node(7));
     let held = hold(&client, HeldKind::Node, 7);
     synchronise(&keeper);
     drop(keeper);
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     client.reconnect_if_closed();
     drop(client);
     let (client, found) = keeper.connect(KeeperShare::Node(7));
@@ -175,7 +175,7 @@ fn a_daemon_sends_its_items_to_the_next_keeper() {
 #[test]
 fn a_restored_item_is_sent_again_with_all_its_descriptors() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     let (agent, _) = keeper.connect(KeeperShare::Agent);
     let mut program = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep is installed");
     let process = Pid::from_child(&program);
@@ -188,7 +188,7 @@ fn a_restored_item_is_sent_again_with_all_its_descriptors() {
     drop(agent);
     let (agent, _) = keeper.connect(KeeperShare::Agent);
     drop(keeper);
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     agent.reconnect_if_closed();
     drop(agent);
     let (_agent, kept) =
@@ -201,7 +201,7 @@ fn a_restored_item_is_sent_again_with_all_its_descriptors() {
 #[test]
 fn a_connection_cannot_release_items_of_a_share_it_does_not_own() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     let (client, _) = keeper.connect(KeeperShare::Node(1));
     let _held = hold(&client, HeldKind::Node, 1);
     synchronise(&keeper);
@@ -218,7 +218,7 @@ fn a_connection_cannot_release_items_of_a_share_it_does_not_own() {
 #[test]
 fn a_full_keeper_refuses_new_items_only() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = TestKeeper::start_with(folder.path(), LONG, 2);
+    let keeper = TestKeeper::start_with(folder.path(), LONG_GRACE, 2);
     let (client, _) = keeper.connect(KeeperShare::Agent);
     let _first = hold(&client, HeldKind::Run, 1);
     let second = hold(&client, HeldKind::Program, 2);
@@ -233,7 +233,7 @@ fn a_full_keeper_refuses_new_items_only() {
     client.release(HeldKind::Program, 2);
     await_release(replaced);
     let third = hold(&client, HeldKind::Program, 3);
-    // A process whose agent has died must not lose its userfaultfd to the limit.
+    // The limit must not release the userfaultfd of a process whose agent has died.
     let shadow = connect(&keeper.socket).expect("it serves");
     let (reader, writer) = pipe().expect("a pipe");
     let orphan = Frame::Hold(item(HeldKind::Orphan, 4));
@@ -251,14 +251,14 @@ fn a_full_keeper_refuses_new_items_only() {
 }
 
 #[test]
-fn a_full_next_keeper_refuses_what_the_last_one_held() {
+fn a_full_next_keeper_refuses_items_of_the_last_one() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     let (client, _) = keeper.connect(KeeperShare::Agent);
     let _first = hold(&client, HeldKind::Run, 1);
     let _second = hold(&client, HeldKind::Program, 2);
     drop(keeper);
-    let keeper = TestKeeper::start_with(folder.path(), LONG, 2);
+    let keeper = TestKeeper::start_with(folder.path(), LONG_GRACE, 2);
     let (_, writer) = pipe().expect("a pipe");
     client.hold(&item(HeldKind::Program, 3), &[writer.as_fd()]).unwrap_err();
     client.release(HeldKind::Program, 2);
@@ -272,7 +272,7 @@ fn a_full_next_keeper_refuses_what_the_last_one_held() {
 }
 
 #[test]
-fn a_daemon_does_not_wait_for_a_keeper_that_says_nothing() {
+fn a_daemon_does_not_wait_for_a_silent_keeper() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("keeper.sock");
     let _silent = aquifer_channel::socket::listen_at(&path, 0o600).unwrap();
@@ -282,7 +282,7 @@ fn a_daemon_does_not_wait_for_a_keeper_that_says_nothing() {
 #[test]
 fn a_daemon_of_another_version_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let keeper = TestKeeper::start(folder.path(), LONG);
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
     let socket = connect(&keeper.socket).unwrap();
     let frame = include_bytes!("../../ipc/corpus/frame/version-1");
     rustix::net::send(&socket, frame, rustix::net::SendFlags::empty()).unwrap();

@@ -10,8 +10,8 @@ use tokio::runtime::Runtime;
 use crate::Registry;
 use crate::server::serve_connection;
 
-/// Reads after the last byte until the client closes its end. The server answers no client that has
-/// closed its end before.
+/// Number of reads after the last byte until the client closes its end. The server answers no
+/// client that closes its end earlier.
 const WAITS: u32 = 4;
 
 /// A connection whose client sends fixed bytes, waits for a while, and closes its end.
@@ -61,7 +61,7 @@ thread_local! {
     );
 }
 
-/// What the server answers to these bytes on a new connection.
+/// The server's answer to these bytes on a new connection.
 #[must_use]
 pub fn answer(request: &[u8]) -> Vec<u8> {
     let mut output = Vec::new();

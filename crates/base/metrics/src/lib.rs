@@ -1,7 +1,7 @@
-//! Serves a daemon's metrics over HTTP: in the OpenMetrics text format for collectors that ask for
-//! it, as Prometheus does, and in its older format for all others.
+//! Serves a daemon's metrics over HTTP: in the OpenMetrics text format for collectors that accept
+//! it, such as Prometheus, and in the older Prometheus format for all others.
 //!
-//! - [`address`]: where the server listens; only this machine can connect, because the server has
+//! - [`address`]: the address of the server; only this machine can connect, because the server has
 //!   no authentication.
 //! - [`server`]: the HTTP server, on its own thread.
 //! - [`mod@write`]: encodes families of metrics, for a [`Collector`].

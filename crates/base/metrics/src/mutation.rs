@@ -1,6 +1,6 @@
 //! The mutations of the HTTP server: checks that tests omit on purpose.
 //!
-//! Each is named at its check in `docs/formats/ipc.md`.
+//! The checks in `docs/formats/ipc.md` name their mutations.
 
 aquifer_mutation::mutations! {
     /// A check that is omitted.

@@ -1,8 +1,8 @@
 //! The older text format of Prometheus, for collectors and tools that do not ask for OpenMetrics:
 //! `promtool check metrics` reads it.
 
-/// Writes a text in OpenMetrics in the older format: the names of families are those of their
-/// samples, and there are no units and no mark of the end.
+/// Converts a text in OpenMetrics to the older format: families have the names of their samples,
+/// and there are no units and no mark of the end.
 pub(crate) fn from_openmetrics(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     let mut help = None;

@@ -36,23 +36,23 @@ use crate::plain;
 
 /// The path of the metrics.
 const PATH: &str = "/metrics";
-/// The content type of the metrics for collectors that accept it,
-const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// and for others.
-const PLAIN: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// Connections that are served at a time. A further one replaces the oldest: a request is answered
-/// within milliseconds, so that only a slow client is that old.
+/// Content type of the metrics for collectors that accept OpenMetrics.
+const OPENMETRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// Content type of the metrics for other collectors.
+const PLAIN_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// Maximum number of connections. A further connection replaces the oldest, which is of a slow
+/// client, because a request is answered within milliseconds.
 pub const CONNECTIONS_MAX: usize = 16;
-/// Most bytes of the head of a request: the least that the HTTP library allows.
+/// Maximum bytes of the head of a request, the least limit that the HTTP library allows.
 pub const REQUEST_BYTES_MAX: usize = 8192;
-/// Most header lines of a request.
+/// Maximum number of header lines of a request.
 pub const HEADERS_MAX: usize = 64;
-/// Time in which a request must arrive.
+/// Timeout of the arrival of a request's head.
 pub const REQUEST_TIME: Duration = Duration::from_secs(3);
-/// Time after which a connection is closed. Collectors wait for 10 s by default.
+/// Timeout of a connection. Collectors wait for 10 s by default.
 pub const CONNECTION_TIME: Duration = Duration::from_secs(10);
-/// Pause after the system has refused a connection, for example without free descriptors.
-const PAUSE: Duration = Duration::from_millis(100);
+/// Pause after a failure to accept a connection, for example without free descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const BACKLOG: i32 = 64;
 
 /// Why metrics cannot be served.
@@ -71,7 +71,7 @@ pub enum MetricsError {
     Thread(io::Error),
 }
 
-/// A socket that is bound, and not served yet.
+/// A socket that is bound and not served yet.
 #[derive(Debug)]
 pub struct MetricsListener {
     address: MetricsAddress,
@@ -224,7 +224,7 @@ async fn serve(socket: Socket, registry: Arc<Registry>) {
     tracing::error!(%error, "metrics cannot be served");
 }
 
-/// Serves connections, without an end.
+/// Serves connections until the future is dropped.
 async fn accept<S>(
     registry: Arc<Registry>,
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<S>>,
@@ -250,7 +250,7 @@ where
             }
             Err(error) => {
                 tracing::debug!(%error, "accepting a metrics connection failed");
-                tokio::time::sleep(PAUSE).await;
+                tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
     }
@@ -289,8 +289,8 @@ fn answer<B>(request: &Request<B>, registry: &Registry) -> Response<Full<Bytes>>
     match prometheus_client::encoding::text::encode(&mut text, registry) {
         Ok(()) => {
             let (text, content) = match accepts_openmetrics(request) {
-                true => (text, OPENMETRICS),
-                false => (plain::from_openmetrics(&text), PLAIN),
+                true => (text, OPENMETRICS_TYPE),
+                false => (plain::from_openmetrics(&text), PLAIN_TYPE),
             };
             let mut response = Response::new(Full::from(text));
             response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content));

@@ -7,7 +7,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-/// The labels of a value: names and escaped values, which [`label`] makes.
+/// The labels of a value: names and escaped values, as [`label`] returns them.
 pub type Labels = Vec<(&'static str, String)>;
 
 /// The value of a histogram.
@@ -43,8 +43,8 @@ pub const LATENCY_BOUNDS_NS: [u64; 16] = [
 ];
 
 impl HistogramValue {
-    /// That of latencies: how many are in each bucket of [`LATENCY_BOUNDS_NS`], how many above all
-    /// bounds, and their sum in ns.
+    /// The value of latencies. `counts` has the number in each bucket of [`LATENCY_BOUNDS_NS`], and
+    /// last the number above all bounds; `sum_ns` is their sum in ns.
     #[must_use]
     pub fn of_latencies(counts: Vec<u64>, sum_ns: u64) -> Self {
         let seconds = |ns| Duration::from_nanos(ns).as_secs_f64();

@@ -215,7 +215,7 @@ fn slow_clients_make_room_for_others() {
     }
     let mut answer = Vec::new();
     let _either = slow[0].read_to_end(&mut answer);
-    assert_eq!(answer, b"", "the oldest is closed without an answer");
+    assert_eq!(answer, b"", "the oldest connection is closed without an answer");
     for stream in &mut slow[1..] {
         answer.clear();
         let _either = stream.read_to_end(&mut answer);

@@ -1,6 +1,6 @@
 //! Mutations: protocol steps that a test breaks on purpose, to show that its simulator notices.
 //!
-//! A protocol lists its mutations with [`mutations!`] and asks `is_active` at the step in question.
+//! A protocol lists its mutations with [`mutations!`] and checks `is_active` at the step.
 //! In a build without debug assertions the answer is the constant false, so the shipped binary
 //! contains no mutation.
 
@@ -10,7 +10,7 @@ use std::fmt::Debug;
 
 /// The mutations of one protocol.
 pub trait Mutations: Copy + PartialEq + Debug + 'static {
-    /// All of them.
+    /// All mutations of the protocol.
     const ALL: &'static [Self];
 
     /// Replaces the mutation that is active on this thread; returns the previous one.

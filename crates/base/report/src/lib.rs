@@ -8,7 +8,7 @@ mod golden_tests;
 
 use serde::{Deserialize, Serialize};
 
-/// Fault latency in microseconds, from when the agent reads a fault to when the page is in place.
+/// Fault latency in microseconds, from the agent's read of a fault to the fill of the page.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct LatencyUs {
     /// Median.
@@ -34,7 +34,7 @@ pub struct ProgramStatistics {
     pub evictions: u64,
     /// Pages that could not be read from any replica.
     pub lost_pages: u64,
-    /// Resident memory that it shares with others, which is not paged.
+    /// Resident memory that the process shares with others, which is not paged.
     #[serde(default)]
     pub shared_bytes: u64,
 }
@@ -44,9 +44,9 @@ pub struct ProgramStatistics {
 pub struct UnpagedProcess {
     /// Process id.
     pub pid: u32,
-    /// Its name.
+    /// Name of the process.
     pub name: String,
-    /// Why it is not paged.
+    /// The reason why the process is not paged.
     pub reason: String,
 }
 
@@ -80,11 +80,12 @@ pub struct RunStatistics {
     /// Processes of the run that are not paged now, at most 16.
     #[serde(default)]
     pub unpaged: Vec<UnpagedProcess>,
-    /// Why the pool or the mempool has no room for pages of the run now; `None` if they have.
+    /// The reason why the pool or the mempool has no room for pages of the run now; `None` if both
+    /// have room.
     #[serde(default)]
     pub short_of_room: Option<String>,
-    /// Resident memory that processes share (`MAP_SHARED`, System V), which is not paged. Each
-    /// process that has it counts it.
+    /// Resident memory that processes share (`MAP_SHARED`, System V), which is not paged; counted
+    /// once for each of these processes.
     #[serde(default)]
     pub shared_bytes: u64,
     /// Size of the swap device of a run with `--swap`; `None` for other runs.
@@ -102,7 +103,7 @@ pub struct RunStatistics {
     pub remote_reads: u64,
     /// READs posted for `remote_reads`.
     pub remote_read_trips: u64,
-    /// Of `remote_reads`, those filled before a fault on them.
+    /// Pages of `remote_reads` that were filled before a fault on them.
     pub prefetched: u64,
     /// Pages written to memory nodes; each replica counts.
     pub remote_writes: u64,
@@ -154,7 +155,7 @@ pub struct TenantStatistics {
 /// Status of an agent and its host; `aquifer status` requests it.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct AgentStatus {
-    /// This host's number in the cluster.
+    /// The host's number in the cluster.
     pub host: u16,
     /// Largest size of the mempool.
     pub mempool_bytes: u64,
@@ -211,7 +212,7 @@ pub struct UserStatistics {
 pub struct MissingNode {
     /// Number of the node.
     pub id: u16,
-    /// When it left, in seconds since 1970.
+    /// Time at which the node left, in seconds since 1970.
     pub since_s: u64,
 }
 
@@ -222,9 +223,9 @@ pub struct NodeStatus {
     pub id: u16,
     /// Memory that the node lends.
     pub memory_bytes: u64,
-    /// Of `memory_bytes`, those that are free.
+    /// Free part of `memory_bytes`.
     pub free_bytes: u64,
-    /// Why the agent could not connect to the node at its last attempt; `None` if it could.
+    /// The error of the agent's last attempt to connect to the node; `None` after a success.
     #[serde(default)]
     pub failure: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! The handshake, and messages on a connection that has begun by it.
+//! The handshake of a connection, and the encrypted messages after it.
 
 use std::io::{self, Read, Write};
 
@@ -10,7 +10,7 @@ use crate::{Mutation, RecordCipher};
 pub const MAGIC: [u8; 6] = *b"AQFTCP";
 /// The version of the protocol.
 pub const VERSION: u16 = 3;
-/// Bound of the bytes of a handshake message, far above what any needs.
+/// Maximum bytes of a handshake message, far above the length of any message.
 const HANDSHAKE_BYTES_MAX: usize = 4096;
 /// The Noise protocol of the handshake.
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_BLAKE2s";
@@ -22,17 +22,17 @@ pub enum SecureError {
     #[error("{0}")]
     System(#[from] io::Error),
     /// The peer speaks another protocol.
-    #[error("it does not begin as this protocol does")]
+    #[error("the peer speaks another protocol")]
     Magic,
     /// The peer speaks another version.
-    #[error("it speaks version {0} of the protocol, this program speaks version {VERSION}")]
+    #[error("the peer speaks version {0} of the protocol, this program speaks version {VERSION}")]
     Version(u16),
-    /// The peer presents something that is not known.
-    #[error("it presents a credential of kind {0}, which is not known")]
+    /// The peer presents a credential of an unknown kind.
+    #[error("the peer presents a credential of unknown kind {0}")]
     Credential(u8),
     /// The peer's proof is wrong: it does not hold this cluster's key, or the secret of a ticket
     /// that is admitted.
-    #[error("it does not hold this cluster's key or an accepted ticket")]
+    #[error("the peer does not hold this cluster's key or an accepted ticket")]
     WrongKey,
     /// The message is too long for a handshake.
     #[error("a message of {0} bytes is too long for a handshake")]
@@ -45,8 +45,8 @@ impl From<snow::Error> for SecureError {
     }
 }
 
-/// The state of the Noise handshake. The credential is in the prologue, so that both ends prove by
-/// the same one.
+/// The state of the Noise handshake. The credential is in the prologue, so that both ends prove
+/// that they use the same credential.
 fn noise(psk: &[u8; 32], presented: &[u8], initiator: bool) -> Result<HandshakeState, SecureError> {
     let parameters = PATTERN.parse().expect("the pattern is a constant");
     let prologue = [&MAGIC, presented].concat();
@@ -61,22 +61,22 @@ pub struct SecureChannel<S> {
     cipher: RecordCipher,
 }
 
-/// What an initiator presents, and the secret by which it must prove that.
+/// The credential of an initiator, and the secret by which the initiator must prove it.
 #[derive(Clone, Debug)]
 pub struct Presented<T> {
-    /// The bytes that the initiator presents.
+    /// The bytes of the credential on the connection.
     pub bytes: Vec<u8>,
     /// The secret that both ends must hold.
     pub secret: [u8; 32],
-    /// The meaning of the bytes to the caller of [`respond`].
+    /// The meaning of the credential to the caller of [`respond`].
     pub meaning: T,
 }
 
-/// Runs the initiator's part of the handshake. `presented` tells the target which secret it is.
+/// Runs the initiator's part of the handshake. `presented` is the credential, by which the target
+/// finds the secret.
 ///
 /// # Errors
-/// If the connection fails, or the peer does not accept what is presented or does not hold the
-/// secret.
+/// If the connection fails, or the peer does not accept the credential or does not hold the secret.
 pub fn initiate<S: Read + Write>(
     mut stream: S,
     presented: &[u8],
@@ -95,8 +95,8 @@ pub fn initiate<S: Read + Write>(
     Ok(SecureChannel { stream, cipher: RecordCipher::new(noise.into_transport_mode()?) })
 }
 
-/// Runs the target's part of the handshake. `read_presented` reads what the initiator presents, and
-/// returns `None` if that is not accepted. Also returns the meaning of what was presented.
+/// Runs the target's part of the handshake. `read_presented` reads the initiator's credential, and
+/// returns `None` if the credential is not accepted. Also returns the meaning of the credential.
 ///
 /// # Errors
 /// If the connection fails, or the peer cannot prove that it holds the secret. A peer of another
@@ -111,16 +111,16 @@ pub fn respond<S: Read + Write, T>(
     stream.write_all(&preamble())?;
     theirs?;
     let presented = read_presented(&mut stream)?;
-    let question = read_frame(&mut stream)?;
+    let request = read_frame(&mut stream)?;
     let begun = presented.map(|Presented { bytes, secret, meaning }| {
         let mut noise = noise(&secret, &bytes, false)?;
-        noise.read_message(&question, &mut buffer)?;
+        noise.read_message(&request, &mut buffer)?;
         Ok((noise, meaning))
     });
     let (mut noise, meaning) = match begun.unwrap_or(Err(SecureError::WrongKey)) {
         Ok(begun) => begun,
         Err(error) => {
-            // An empty answer says that the keys differ.
+            // An empty answer reports that the keys differ.
             stream.write_all(&0_u16.to_le_bytes())?;
             return Err(error);
         }

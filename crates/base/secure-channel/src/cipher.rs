@@ -4,15 +4,15 @@ use snow::TransportState;
 
 use crate::SecureError;
 
-/// Bound of the bytes of one encrypted record.
+/// Maximum bytes of one encrypted record.
 const RECORD_BYTES_MAX: usize = 65_535;
 /// Bytes that encryption adds to a record.
 const TAG_BYTES: usize = 16;
-/// Bound of the plain bytes in one record.
+/// Maximum plain bytes in one record.
 const PLAIN_BYTES_MAX: usize = RECORD_BYTES_MAX - TAG_BYTES;
 
-/// A cipher for both directions of a connection. A record is a u16 length and as many encrypted
-/// bytes.
+/// The cipher for both directions of a connection. A record is a u16 length, followed by this
+/// number of encrypted bytes.
 pub struct RecordCipher(Box<TransportState>);
 
 impl std::fmt::Debug for RecordCipher {

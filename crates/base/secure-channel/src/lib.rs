@@ -2,7 +2,7 @@
 //! the same secret, and get fresh keys for the connection. With encryption, all later bytes are
 //! encrypted by these keys.
 //!
-//! The secret is the [`ClusterKey`], or something that is derived from it.
+//! The secret is the [`ClusterKey`], or is derived from it.
 //! `docs/formats/fabric-tcp.md` has the bytes.
 
 #![forbid(unsafe_code)]

@@ -34,17 +34,17 @@ use crate::state::StateDir;
 
 pub use arguments::CacheArguments;
 
-/// Time in which a server of several gives its partitions to the others before it stops.
+/// Time in which one of several servers hands its partitions over to the others before it stops.
 const DRAIN_TIME: Duration = Duration::from_secs(30);
-/// Permissions of a socket by which other users may connect.
+/// Mode bits of a socket that let other users connect.
 const OTHERS_MAY_CONNECT: u32 = 0o022;
-/// The level from which on connections are logged.
+/// The number of `-v` options from which on connections are logged.
 const LOGS_CONNECTIONS: u8 = 1;
 
 /// Serves until it is asked to stop.
 ///
 /// # Errors
-/// If it cannot serve.
+/// If the server cannot be started.
 pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
     if let Some(command) = &arguments.command {
         return operate::operate(&StateDir::locate(state)?, command);
@@ -94,7 +94,7 @@ pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A server that runs, on its own or as one of several.
+/// A running server, alone or one of several.
 enum Running {
     Alone(Server),
     InCluster(ClusterServer),
@@ -135,7 +135,10 @@ impl Running {
             Self::InCluster(server) => {
                 let left = server.drain(DRAIN_TIME);
                 if left > 0 {
-                    tracing::warn!(left, "partitions could not be given to other servers");
+                    tracing::warn!(
+                        left,
+                        "some partitions were not handed over to other servers before the stop"
+                    );
                 }
                 server.stop();
             }
@@ -149,19 +152,19 @@ fn protect_from_descriptors(
     arguments: &CacheArguments,
     mut options: ServerOptions,
 ) -> Result<ServerOptions, Box<dyn Error>> {
-    // The mode of a socket that systemd has made is not known.
+    // The mode of a socket from systemd is unknown.
     let is_open_to_others = arguments.unix_socket.is_none() || arguments.unix_mask & OTHERS_MAY_CONNECT != 0;
     let protect = |listener: Listener| match listener.address() {
         ListenerAddress::Unix(_) => relay::protect(listener, is_open_to_others),
         ListenerAddress::Tcp(_) => Ok(listener),
     };
     let listeners = options.listeners.into_iter().map(protect).collect::<Result<_, _>>();
-    options.listeners =
-        listeners.map_err(|error| format!("no process relays users' connections: {error}"))?;
+    options.listeners = listeners
+        .map_err(|error| format!("cannot start the process that relays users' connections: {error}"))?;
     Ok(options)
 }
 
-/// Warns if clients of other machines are served without a proof.
+/// Warns if clients of other machines are served without authentication.
 fn warn_if_open(options: &ServerOptions) {
     let is_open = options.listeners.iter().find(|listener| match listener.address() {
         ListenerAddress::Tcp(address) => {
@@ -174,7 +177,7 @@ fn warn_if_open(options: &ServerOptions) {
     if let (Some(listener), None) = (is_open, &options.tokens) {
         tracing::warn!(
             address = %listener.address(),
-            "clients of other machines are served without a proof: use --auth-file, or a firewall"
+            "clients of other machines are served without authentication: use --auth-file, or a firewall"
         );
     }
 }
@@ -190,7 +193,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
             has_cas: !arguments.disable_cas,
             evicts: !arguments.disable_evictions,
             pool: arguments.pool.unwrap_or(0),
-            // Servers of a cluster have a secret in common, and a file of items has its own.
+            // Servers of a cluster share a secret, and a file of items has its own.
             hasher: KeyHasher::random()?,
         },
         memory_file: arguments.memory_file.clone(),
@@ -206,7 +209,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         dump_is_enabled: !arguments.disable_dumping,
         shutdown_is_enabled: arguments.enable_shutdown,
         verbosity: u32::from(arguments.verbose >= LOGS_CONNECTIONS),
-        // After the process has become a daemon, if it does.
+        // Set later, once the process has become a daemon.
         pool: None,
         pool_wait: POOL_WAIT,
         partition_timeout: arguments.partition_timeout.map_or(PARTITION_TIMEOUT, Duration::from_millis),

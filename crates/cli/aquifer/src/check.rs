@@ -1,5 +1,5 @@
-//! `aquifer check`: whether this machine, this user and a program can use the pool, and what of the
-//! program is not paged.
+//! `aquifer check`: checks whether this machine, this user and a program can use the pool, and
+//! names the memory of the program that is not paged.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -12,9 +12,9 @@ use crate::cli::CheckArguments;
 use crate::run::{check_program, has_executable_heap};
 use crate::say::{say, say_line};
 
-/// What is not supported. The README has the same text.
+/// The list of unsupported features. The README has the same text.
 const UNSUPPORTED: &str = include_str!("check/unsupported.txt");
-/// The oldest kernel with all that is needed.
+/// The oldest supported kernel.
 const KERNEL_MIN: (u32, u32) = (6, 8);
 /// Exit code if something is missing.
 const EXIT_MISSING: u8 = 1;
@@ -23,7 +23,7 @@ const EXIT_MISSING: u8 = 1;
 #[derive(PartialEq, Eq, Debug)]
 enum Verdict {
     Ok(String),
-    /// Programs can run, but not as is usual.
+    /// Programs can run, with a restriction.
     Note(String),
     Missing(String),
 }
@@ -33,7 +33,7 @@ use Verdict::{Missing, Note, Ok as Fine};
 /// Checks the kernel, the user, the cluster, and a program if one is given.
 ///
 /// # Errors
-/// If the state folder cannot be used. What is missing is printed.
+/// If the state folder cannot be used. Missing requirements are printed.
 pub fn check(state: Option<&Path>, arguments: &CheckArguments) -> Outcome {
     let socket = arguments.agent.socket(state)?;
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
@@ -74,7 +74,7 @@ fn user() -> Verdict {
     }
 }
 
-/// Why an agent of this user could serve no programs.
+/// The message about an agent of this user that could serve no programs.
 pub fn why_no_agent(error: &std::io::Error) -> String {
     let uid = rustix::process::geteuid().as_raw();
     format!(

@@ -225,7 +225,7 @@ impl AgentChoice {
     /// environment; else the default.
     ///
     /// # Errors
-    /// If that is in a state folder which cannot be used.
+    /// If the socket is in a state folder that cannot be used.
     pub fn socket(&self, state: Option<&Path>) -> Result<PathBuf, StateError> {
         let is_named = self.agent.is_some() || state.is_none() && is_agent_in_environment();
         // The socket of another user needs no folder of one's own.
@@ -283,12 +283,12 @@ pub struct HeapArguments {
     /// File with the cluster key [default: cluster.key in the state folder]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: HeapCommand,
 }
 
-/// What `aquifer heap` does.
+/// Commands of `aquifer heap`.
 #[derive(Subcommand, Clone, Debug)]
 pub enum HeapCommand {
     /// Show all heaps: what they hold, and how fragmented they are
@@ -320,12 +320,12 @@ pub struct SegmentArguments {
     /// The agent to connect to.
     #[command(flatten)]
     pub agent: AgentChoice,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: SegmentCommand,
 }
 
-/// What `aquifer segment` does.
+/// Commands of `aquifer segment`.
 #[derive(Subcommand, Clone, Debug)]
 pub enum SegmentCommand {
     /// Show the segments on this host: their processes, how much of them is here, and where they
@@ -340,15 +340,15 @@ pub enum SegmentCommand {
         /// The segment's number
         #[arg(value_name = "SEGMENT")]
         id: u64,
-        /// Its user, if several have one of this number
+        /// The segment's user, if several users have a segment of this number
         #[arg(long, value_name = "UID")]
         user: Option<u32>,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Have the process that owns a segment hand it over to another one, and wait for it. A process
-    /// does so when it looks for requests
+    /// Request that the process that owns a segment hands it over to another process, and wait for
+    /// that. A process hands segments over when it polls for requests
     Move {
         /// The segment's number
         #[arg(value_name = "SEGMENT")]
@@ -356,7 +356,7 @@ pub enum SegmentCommand {
         /// The name of the process that is to have it
         #[arg(value_name = "PROCESS")]
         process: String,
-        /// Its user, if several have one of this number
+        /// The segment's user, if several users have a segment of this number
         #[arg(long, value_name = "UID")]
         user: Option<u32>,
         /// How long to wait, such as 500ms or 2m
@@ -368,7 +368,7 @@ pub enum SegmentCommand {
         /// The segment's number
         #[arg(value_name = "SEGMENT")]
         id: u64,
-        /// Its user, if several have one of this number
+        /// The segment's user, if several users have a segment of this number
         #[arg(long, value_name = "UID")]
         user: Option<u32>,
     },
@@ -426,7 +426,7 @@ pub struct DetachArguments {
 /// Arguments of `aquifer directory`.
 #[derive(Args, Clone, Debug)]
 pub struct DirectoryArguments {
-    /// Whether it detaches.
+    /// Whether the daemon detaches.
     #[command(flatten)]
     pub detach: DetachArguments,
 }
@@ -438,7 +438,7 @@ pub struct KeeperArguments {
     /// 2m; the agent and the nodes need the same --grace [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
     pub grace: Option<u64>,
-    /// Whether it detaches.
+    /// Whether the daemon detaches.
     #[command(flatten)]
     pub detach: DetachArguments,
 }
@@ -453,7 +453,7 @@ pub struct NodeArguments {
     /// The other settings.
     #[command(flatten)]
     pub settings: NodeSettings,
-    /// Whether it detaches.
+    /// Whether the daemon detaches.
     #[command(flatten)]
     pub detach: DetachArguments,
 }
@@ -468,7 +468,7 @@ pub struct HeapServiceArguments {
     /// The other settings.
     #[command(flatten)]
     pub settings: HeapServiceSettings,
-    /// Whether it detaches.
+    /// Whether the daemon detaches.
     #[command(flatten)]
     pub detach: DetachArguments,
 }
@@ -483,7 +483,7 @@ pub struct AgentArguments {
     /// The other settings.
     #[command(flatten)]
     pub settings: AgentSettings,
-    /// Whether it detaches.
+    /// Whether the daemon detaches.
     #[command(flatten)]
     pub detach: DetachArguments,
     /// Wait for the end of this process, the agent before this one.
@@ -494,7 +494,7 @@ pub struct AgentArguments {
 /// Arguments of `aquifer supervisor`.
 #[derive(Args, Clone, Debug)]
 pub struct SupervisorArguments {
-    /// Whether it detaches.
+    /// Whether the daemon detaches.
     #[command(flatten)]
     pub detach: DetachArguments,
 }

@@ -1,7 +1,7 @@
 //! Cluster on one machine: each daemon is a process of this binary that holds a lock while it runs.
 //!
 //! `aquifer up` finds the daemons that do not run, and starts them. The last one is a supervisor,
-//! which starts those again that die.
+//! which restarts daemons that die.
 
 mod config;
 pub(crate) mod daemon;

@@ -1,7 +1,7 @@
 //! `aquifer core`: a core dump with the pages that are not resident.
 //!
-//! Of all ways to read the memory of another process only `process_vm_readv` waits until a missing
-//! page is filled. So the agent brings the pages back as they are read, and evicts others.
+//! Only `process_vm_readv` waits until a missing page is filled; other ways to read the memory of
+//! another process do not. So the agent fetches the pages as they are read, and evicts others.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -24,7 +24,7 @@ use crate::cli::CoreArguments;
 use crate::say::{say_error, say_line};
 
 const PAGE: usize = 4096;
-/// Attempts to stop all threads of a process that starts threads meanwhile.
+/// Maximum number of attempts to stop all threads of a process that starts threads meanwhile.
 const STOPS_MAX: usize = 10;
 
 /// Why no core dump was written.
@@ -49,7 +49,7 @@ enum CoreDumpError {
 ///
 /// # Errors
 /// If the process cannot be stopped or read, or the file cannot be written. Then an existing file
-/// is as before.
+/// is not changed.
 pub fn write(arguments: &CoreArguments) -> Outcome {
     let pid = arguments.pid;
     let path = arguments.output.clone().unwrap_or_else(|| PathBuf::from(format!("core.{pid}")));
@@ -70,16 +70,17 @@ pub fn write(arguments: &CoreArguments) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether a library of Aquifer is mapped into a process; true if that cannot be read any more.
+/// Whether a library of Aquifer is mapped into a process; also true if the process's map cannot be
+/// read any more.
 fn is_on_pool(pid: i32) -> bool {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"));
     maps.map_or(true, |maps| maps.lines().any(|line| line.contains("/libaquifer")))
 }
 
-/// Whether a process ends, or has ended: it has no memory any more.
+/// Whether a process ends or has ended, so that it has no memory any more.
 fn is_ending(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name before it can have any characters.
+    // The name before the state can have any characters.
     let state = stat.rsplit_once(") ").map(|(_, rest)| rest.chars().next());
     matches!(state, None | Some(None | Some('Z' | 'X')))
 }
@@ -134,8 +135,8 @@ fn refused(pid: i32, error: CoreError) -> CoreDumpError {
     }
 }
 
-/// The areas that core dumps leave out (`MADV_DONTDUMP`), those of the shim among them: a reader
-/// would hold up its worker.
+/// The areas that core dumps leave out (`MADV_DONTDUMP`). They include the areas of the shim, where
+/// a reader would delay the worker.
 fn left_out(pid: i32) -> io::Result<Vec<Range<usize>>> {
     Ok(left_out_in(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?))
 }
@@ -160,9 +161,9 @@ fn left_out_in(smaps: &str) -> Vec<Range<usize>> {
 /// The memory of a stopped process.
 struct Memory {
     reader: LinuxProcessMemoryReader,
-    /// Areas that are zeros.
+    /// Areas that are left out, and read as zeros.
     left_out: Vec<Range<usize>>,
-    /// Bytes that could not be read, and are zeros.
+    /// Number of bytes that could not be read, and that are zeros in the dump.
     unreadable: Rc<Cell<u64>>,
     bar: ProgressBar,
 }
@@ -171,7 +172,7 @@ impl ReadProcessMemory for Memory {
     fn read_process_memory(&mut self, base: usize, buffer: &mut [u8]) -> Result<usize, CoreError> {
         let is_left_out = self.left_out.iter().any(|area| area.contains(&base));
         if is_left_out {
-            // No area begins within a piece that is read at once: elfcore reads area by area.
+            // Each read is within one area: elfcore reads area by area.
             buffer.fill(0);
             self.bar.inc(buffer.len() as u64);
             return Ok(buffer.len());

@@ -30,7 +30,7 @@ fn golden_exit_codes() {
         ("not there when it is started", RunError::Start { program: program(), source: failed(not_found) }),
         ("not started", RunError::Start { program: program(), source: failed(other) }),
         ("no cluster", RunError::NoCluster { path: program() }),
-        ("stranger", RunError::Stranger(failed(other))),
+        ("stranger", RunError::OtherUser(failed(other))),
         ("refused", RunError::Refused(String::new())),
         ("agent", RunError::Agent(failed(other))),
         ("no shim", RunError::NoShim { path: program() }),

@@ -19,12 +19,12 @@ use crate::{Outcome, bench_binary};
 
 pub use arguments::{KvArguments, KvCommand};
 
-/// Keys of a store that was not made for another number.
+/// Default number of keys of a store.
 const KEYS_DEFAULT: u64 = 100_000;
 
 type Store = KvStore<HeapClient>;
 
-/// Carries out a command.
+/// Executes a command.
 pub fn kv(state: Option<&Path>, arguments: KvArguments) -> Outcome {
     let KvArguments { agent, node, store, command } = arguments;
     let agent = agent.socket(state)?;
@@ -75,7 +75,8 @@ fn get(store: &mut Store, key: &[u8]) -> Outcome {
     let Some(value) = store.get(key)? else { return Err(no_value(key)) };
     let mut out = std::io::stdout().lock();
     record_write(out.write_all(&value));
-    // A shell's prompt begins on a line of its own. Files and pipes get the value as it is.
+    // On a terminal the shell's prompt must begin on a new line. Files and pipes get the value
+    // unchanged.
     if rustix::termios::isatty(&out) && !value.ends_with(b"\n") {
         record_write(out.write_all(b"\n"));
     }
@@ -116,7 +117,7 @@ fn scan(store: &mut Store, prefix: &[u8], limit: Option<usize>, values: bool) ->
     Ok(ExitCode::SUCCESS)
 }
 
-/// Text on one line: control characters, backslashes, and bytes that are no text are escaped.
+/// The bytes as text on one line. Control characters, backslashes and invalid UTF-8 are escaped.
 fn escape(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for chunk in bytes.utf8_chunks() {

@@ -1,7 +1,7 @@
 //! The command line `aquifer`: all commands and all daemons in one binary.
 //!
-//! `cluster` starts, stops and shows a cluster on this machine, and has the daemons. `run` starts
-//! an unmodified program on the pool, and `core_dump` writes its memory to a file. `kv` has
+//! `cluster` starts, stops and shows a cluster on this machine, and contains the daemons. `run`
+//! starts an unmodified program on the pool, and `core_dump` writes its memory to a file. `kv` has
 //! key-value stores, and `cache` a server for clients of memcached. A command that fails writes one
 //! sentence to standard error. `aquifer bench`, `demo` and `fabric` start the binary
 //! `aquifer-bench`, which uses the public items of this crate.

@@ -24,14 +24,14 @@ use tracing_subscriber::registry::LookupSpan;
 const LINES_MAX: u32 = 100;
 /// Time after which a source may write one more line: at most 9000 lines a day.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
-/// Most sources. Further ones share one bucket.
+/// Maximum number of sources with a bucket of their own. Further sources share one bucket.
 const SOURCES_MAX: usize = 4096;
 /// Longest line in bytes; texts in it may come from a user.
 const LINE_BYTES_MAX: usize = 4096;
 /// Fields that have the id of a user.
 const USER_FIELDS: [&str; 3] = ["uid", "user", "tenant"];
 
-/// What causes log lines.
+/// The source of a log line.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum Source {
     /// A user.
@@ -47,9 +47,9 @@ enum Source {
 struct Bucket {
     /// Lines that may be written now.
     lines: u32,
-    /// When the last line was added to `lines`.
+    /// The time when the last line was added to `lines`.
     filled_at: Instant,
-    /// Lines that were left out since the last report of them.
+    /// Number of lines that were left out since the last report.
     omitted: u64,
     /// Name of the last event that was left out: its place in the code.
     event: &'static str,
@@ -74,7 +74,7 @@ struct Omitted {
     count: u64,
     /// The user; `None` if it is unknown.
     user: Option<u64>,
-    /// Name of the last one.
+    /// Name of the last event that was left out.
     event: &'static str,
 }
 
@@ -116,7 +116,7 @@ impl LineLimits {
         if self.buckets.len() < SOURCES_MAX { source } else { Source::Others }
     }
 
-    /// What was left out of the sources that may write lines again. Each line is reported once.
+    /// Returns the omitted lines of sources that may write lines again. Each line is reported once.
     fn report(&mut self, now: Instant) -> Vec<Omitted> {
         let mut reported = Vec::new();
         let buckets = &mut self.buckets;
@@ -154,7 +154,7 @@ fn source_of(event: &Event<'_>) -> Source {
     user.0.map_or_else(|| Source::Kind(event.metadata().callsite()), Source::User)
 }
 
-/// Format of log lines that leaves out those above the limit of their source, and writes how many.
+/// Log format that omits lines above the limit of their source, and later writes their number.
 #[derive(Debug)]
 pub(crate) struct LimitedFormat<F> {
     format: F,
@@ -217,7 +217,7 @@ mod tests {
 
     use super::*;
 
-    /// Lines of a source that are written in this many seconds, when it writes 10 a second.
+    /// Number of lines of a source that are written in `seconds`, if it writes 10 a second.
     fn lines_in(limits: &mut LineLimits, source: &Source, start: Instant, seconds: u64) -> u32 {
         let line = |tenth| start + Duration::from_millis(tenth * 100);
         (0..seconds * 10).map(|tenth| u32::from(limits.admit(source.clone(), "flood", line(tenth)))).sum()
@@ -257,7 +257,7 @@ mod tests {
         let written = users(0).filter(|user| limits.admit(user.clone(), "a", start)).count();
         assert_eq!(written, SOURCES_MAX + 100, "the others share a bucket");
         assert!(limits.buckets.len() <= SOURCES_MAX + 1);
-        // Sources that write nothing are forgotten.
+        // Sources that write no lines are removed.
         let later = start + LINE_INTERVAL * (LINES_MAX + 1);
         assert_eq!(limits.report(later).len(), 1);
         let written = users(20_000).filter(|user| limits.admit(user.clone(), "a", later)).count();

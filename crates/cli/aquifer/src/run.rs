@@ -40,7 +40,7 @@ pub struct RunOptions {
     pub replicas: u32,
     /// Options of the swap device, if the program is paged by kernel swap.
     pub swap: Option<SwapOptions>,
-    /// Whether the program goes on if this process is killed.
+    /// Whether the program continues if this process is killed.
     pub detach: bool,
     /// Whether the run ends when one of its processes is not paged.
     pub strict: bool,
@@ -66,9 +66,9 @@ pub enum RunError {
         /// The socket.
         path: PathBuf,
     },
-    /// A stranger listens at the socket.
+    /// A process of another user listens at the socket.
     #[error("not run on the pool: {0}")]
-    Stranger(std::io::Error),
+    OtherUser(std::io::Error),
     /// The agent or the swap server refused the run, with this reason.
     #[error("{0}")]
     Refused(String),
@@ -152,7 +152,7 @@ impl RunError {
     }
 }
 
-/// Whether a program is known to keep its data in memory that may be executed, which is not paged.
+/// Whether a program is known to have its data in executable memory, which is not paged.
 pub fn has_executable_heap(program: &Path) -> bool {
     executable::has_executable_heap(program)
 }
@@ -160,7 +160,7 @@ pub fn has_executable_heap(program: &Path) -> bool {
 /// Finds a program, and checks that it can be paged by the shim.
 ///
 /// # Errors
-/// Why it cannot.
+/// The reason why it cannot be paged.
 pub fn check_program(name: &OsStr) -> Result<PathBuf, ExecutableError> {
     let program = executable::find(name)?;
     executable::check(&program).map(|()| program)
@@ -279,7 +279,7 @@ fn shim_path() -> Result<PathBuf, RunError> {
     if !path.exists() {
         return Err(RunError::NoShim { path });
     }
-    // LD_PRELOAD is a list with these separators, and has no way to quote them.
+    // LD_PRELOAD is a list with these separators, which cannot be quoted.
     let is_listable =
         !path.as_os_str().as_bytes().iter().any(|byte| byte.is_ascii_whitespace() || *byte == b':');
     if is_listable { Ok(path) } else { Err(RunError::ShimPath { path }) }
@@ -290,7 +290,7 @@ fn open_stats(path: &Path) -> Result<(File, PathBuf), RunError> {
     Ok((file, path.to_owned()))
 }
 
-/// Adds the shim to LD_PRELOAD, and tells it the agent's socket and the run's token.
+/// Adds the shim to LD_PRELOAD, and passes the agent's socket and the run's token to it.
 fn prepare(command: &mut Command, options: &RunOptions, shim: &Path, connection: &RunConnection) {
     let mut preload = shim.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {

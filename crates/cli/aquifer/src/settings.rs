@@ -1,6 +1,6 @@
 //! Settings of a node and of an agent, from the command line and from a TOML file.
 //!
-//! Both use the same names. The command line takes precedence over the file.
+//! The options and the file use the same names. The command line takes precedence over the file.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,7 @@ pub enum SettingsError {
     TooLong {
         /// The file.
         path: PathBuf,
-        /// Its length in bytes.
+        /// The length of the file in bytes.
         bytes: u64,
     },
     /// The file has a syntax error, or an unknown or invalid setting.
@@ -180,8 +180,8 @@ pub struct HeapServiceSettings {
     /// Address at which programs reach the service, if it is not the one of --listen
     #[arg(long, value_name = "ADDRESS")]
     pub advertise: Option<SocketAddr>,
-    /// Have the RDMA device with this address serve reads; requests still go over TCP. The heaps
-    /// have memory of their own, which is pinned
+    /// Serve reads by the RDMA device with this address; requests still go over TCP. The heaps have
+    /// memory of their own, which is pinned
     #[arg(long, value_name = "ADDRESS")]
     pub rdma: Option<SocketAddr>,
     /// Memory of each heap that an RDMA device serves, such as 256M [default: half of --memory]
@@ -276,7 +276,7 @@ pub struct AgentSettings {
     pub directory: DirectorySettings,
 }
 
-/// Settings of which each may be unset.
+/// A group of settings, each of which may be unset.
 pub trait Settings: DeserializeOwned {
     /// Takes unset values from `other`.
     fn or(self, other: Self) -> Self;

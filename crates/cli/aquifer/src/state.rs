@@ -27,14 +27,14 @@ pub enum StateError {
         /// The system's error.
         source: io::Error,
     },
-    /// Its parent folder does not exist.
+    /// The parent of the folder does not exist.
     #[error("the state folder {path} cannot be created: {parent}{origin} does not exist; create that \
         folder, or choose another state folder with \
         --state", path = path.display(), parent = parent.display())]
     NoParent {
         /// The folder.
         path: PathBuf,
-        /// Its parent.
+        /// The parent folder.
         parent: PathBuf,
         /// Text for a parent that comes from the environment; else empty.
         origin: &'static str,
@@ -51,7 +51,7 @@ pub enum StateError {
     OtherOwner {
         /// The folder.
         path: PathBuf,
-        /// Its owner's user id.
+        /// The user id of the owner.
         owner: u32,
         /// The user id of this process.
         own: u32,
@@ -64,9 +64,9 @@ pub enum StateError {
         path: PathBuf,
         /// The access of others: "read" or "written".
         what: &'static str,
-        /// Its mode.
+        /// The mode of the folder.
         mode: u32,
-        /// The mode with which `aquifer` creates it.
+        /// The mode with which `aquifer` creates the folder.
         wanted: u32,
     },
     /// The path is too long for the sockets in the folder.
@@ -75,7 +75,7 @@ pub enum StateError {
             most; choose a shorter one with --state"
     )]
     TooLong {
-        /// Its length in bytes.
+        /// The length of the path in bytes.
         bytes: usize,
     },
 }
@@ -87,7 +87,7 @@ pub struct StateDir {
     origin: Origin,
 }
 
-/// Where the path of a state folder comes from.
+/// The source of the path of a state folder.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Origin {
     /// The option `--state`.
@@ -103,8 +103,8 @@ impl StateDir {
     /// else the default folder of the user. Checks it if it exists.
     ///
     /// # Errors
-    /// If it belongs to another user, other users can list it or write to it, or its path is too
-    /// long.
+    /// If the folder belongs to another user, other users can list it or write to it, or its path
+    /// is too long.
     pub fn locate(option: Option<&Path>) -> Result<Self, StateError> {
         let (path, origin) = match (option, folder_of_environment()) {
             (Some(given), _) => (absolute(given)?, Origin::Option),
@@ -130,7 +130,7 @@ impl StateDir {
     /// must still reach their agent. The files in it have modes of their own.
     ///
     /// # Errors
-    /// If it cannot be created, or another user created it first.
+    /// If the folder cannot be created, or another user created it first.
     pub fn create(&self) -> Result<(), StateError> {
         self.create_home_folders()?;
         let mut builder = DirBuilder::new();
@@ -161,7 +161,7 @@ impl StateDir {
         if rustix::process::geteuid().is_root() { 0o711 } else { 0o700 }
     }
 
-    /// How to give the cluster in this folder a command: for hints.
+    /// The start of a command line for the cluster in this folder, for messages.
     pub fn command(&self) -> String {
         match self.origin {
             Origin::Default => "aquifer".into(),
@@ -179,7 +179,7 @@ impl StateDir {
     pub fn system_folder(&self) -> Option<Self> {
         let system = Path::new(SYSTEM_FOLDER);
         let is_default = self.origin == Origin::Default && self.path != system;
-        // As if it had been named, since a command must name it.
+        // Treated as named by the option, because later commands must name it.
         let state = is_default.then(|| Self::at(system.to_owned(), Origin::Option).ok()).flatten();
         state.filter(|state| state.path.is_dir())
     }

@@ -30,7 +30,7 @@ impl TestCluster {
         aquifer(&self.state(), arguments)
     }
 
-    /// What `aquifer status --json` prints.
+    /// The output of `aquifer status --json`.
     pub fn status(&self) -> Value {
         serde_json::from_slice(&self.aquifer(&["status", "--json"]).stdout).unwrap()
     }

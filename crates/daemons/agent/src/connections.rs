@@ -1,9 +1,9 @@
-//! Connections of programs, of `aquifer run` and of other commands; a thread serves each of them.
+//! Connections of programs, of `aquifer run` and of other commands, each with a thread.
 //!
-//! The gateway has accepted them, and has received the first packet of each.
+//! The gateway has accepted the connections, and has received the first packet of each.
 //!
-//! Every user of the host may connect to the shared socket. A user sees and changes only its own
-//! runs; root and the agent's own user see all.
+//! Every user of the host may connect to the shared socket. Only a user's own runs are visible to
+//! it; all runs are visible to root and to the agent's own user.
 
 use std::collections::HashMap;
 use std::io;
@@ -35,25 +35,26 @@ use crate::swap_servers::SwapServers;
 
 /// Pause after a connection could not be received from the gateway.
 const ADMIT_PAUSE: Duration = Duration::from_millis(20);
-/// Longest wait for news of a run; it returns at once when there is some.
-const NEWS_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest time that the owner of a closing run waits for complete statistics.
+/// Longest wait for notices of a run before its connection is checked again.
+const NOTICES_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest time for which the owner of a closing run waits for complete statistics.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Longest time that a monitor needs to free a program's memory after the program has ended.
 pub(crate) const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
 const OTHER_USERS_AGENT: &str =
     "this agent is another user's: use an agent of your own, or the agent's shared socket";
-/// Descriptors of a connection, and for its thread: the socket, the process at the other end, a
+/// Descriptors of a connection and of its thread: the socket, the process at the other end, a
 /// userfaultfd.
 const CONNECTION_DESCRIPTORS: usize = 4;
-/// Descriptors for a relay of a user: its socket, and for the thread that receives from it.
+/// Descriptors of a user's relay: its socket, and one for the thread that receives from it.
 const RELAY_DESCRIPTORS: usize = 2;
 /// Most connections of one user at once. Each run is one.
 const CONNECTIONS_PER_USER_MAX: usize = 2048;
-/// The same at sockets of knocks, which are open to all users for some time.
-const KNOCK_CONNECTIONS_PER_USER_MAX: usize = 512;
+/// Most connections of one user at once at sockets of connect-back requests, which are open to all
+/// users for some time.
+const CONNECT_BACK_CONNECTIONS_PER_USER_MAX: usize = 512;
 
-/// Why a run is not opened; a sentence for its user.
+/// Why a run is not opened, as a sentence for its user.
 #[derive(Debug, thiserror::Error)]
 enum RunRefusal {
     #[error(
@@ -74,17 +75,17 @@ enum RunRefusal {
     Send(#[from] io::Error),
 }
 
-/// Connections that are counted together: those of a user, by its id, at the sockets of knocks or
-/// at the others.
+/// Connections that are counted together: those of a user, by its id, at the sockets of
+/// connect-back requests or at the others.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Counted {
     uid: u32,
-    is_knock: bool,
+    is_connect_back: bool,
 }
 
 impl Counted {
     fn limit(self) -> usize {
-        if self.is_knock { KNOCK_CONNECTIONS_PER_USER_MAX } else { CONNECTIONS_PER_USER_MAX }
+        if self.is_connect_back { CONNECT_BACK_CONNECTIONS_PER_USER_MAX } else { CONNECTIONS_PER_USER_MAX }
     }
 }
 
@@ -94,15 +95,15 @@ pub(crate) struct Connections {
     pub service: Arc<PagingService>,
     pub sessions: Arc<SessionService>,
     pub nodes: Arc<NodeRegistry>,
-    /// What the nodes have free, for reports.
+    /// Free memory of the nodes, for reports.
     node_watch: NodeWatch,
     pub swap_servers: Arc<SwapServers>,
-    /// What servers of swap devices get.
+    /// Access to the cluster for servers of swap devices.
     access: ClusterAccess,
     heap_tickets: HeapTickets,
     segments: Arc<SegmentHost>,
     descriptors: Arc<DescriptorShares>,
-    /// Open connections.
+    /// Number of open connections.
     counts: Mutex<HashMap<Counted, usize>>,
     /// Limits the log lines about connections that were lost.
     admit_failures: Mutex<FailureLog>,
@@ -139,9 +140,10 @@ impl Connections {
         let uid = channel.uid;
         let _charge = match self.descriptors.charge_reserved(uid, RELAY_DESCRIPTORS) {
             Ok(charge) => charge,
-            // So that it learns why it is refused. It has few relays under its own id.
+            // Admitted, so that the user's programs get the reason for their refusal. A user
+            // has few relays under its own id.
             Err(error) if error.owner == uid => self.descriptors.charge_always(uid, RELAY_DESCRIPTORS),
-            // The relay notices the end of its channel.
+            // The relay observes the end of its channel.
             Err(error) => return tracing::warn!(%error, uid, "refused a relay"),
         };
         loop {
@@ -166,9 +168,9 @@ impl Connections {
         let is_permitted = match kind {
             ListenerKind::Shared => true,
             ListenerKind::Own => is_own_user(uid),
-            ListenerKind::Knock { .. } => false,
+            ListenerKind::ConnectBack { .. } => false,
         };
-        let counted = Counted { uid, is_knock: matches!(kind, ListenerKind::Knock { .. }) };
+        let counted = Counted { uid, is_connect_back: matches!(kind, ListenerKind::ConnectBack { .. }) };
         if !self.count_in(counted) {
             let limit = counted.limit();
             tracing::warn!(uid, limit, "refused a connection: the user has too many");
@@ -226,9 +228,9 @@ impl Connections {
 
     /// Serves one connection, of which the first packet was received.
     ///
-    /// `is_permitted` is false for another user at the agent's own socket, and for all at a socket
-    /// of a knock. Only a program of a run may connect so; the token that it sends identifies the
-    /// run.
+    /// `is_permitted` is false for another user at the agent's own socket, and for all users at the
+    /// socket of a connect-back request. Only a program of a run may connect so; the token that it
+    /// sends identifies the run.
     fn serve(
         &self,
         socket: OwnedFd,
@@ -390,7 +392,7 @@ pub(crate) fn serve_run(socket: &OwnedFd, service: &Arc<PagingService>, run: &Ar
     let mut end_is_sent = false;
     loop {
         send_notices(socket, run, &mut end_is_sent);
-        if !wait_readable(&[socket, run.news()], NEWS_TIMEOUT).unwrap_or(true)
+        if !wait_readable(&[socket, run.notices_fd()], NOTICES_TIMEOUT).unwrap_or(true)
             || !wait_readable(&[socket], Duration::ZERO).unwrap_or(true)
         {
             continue;
@@ -399,7 +401,8 @@ pub(crate) fn serve_run(socket: &OwnedFd, service: &Arc<PagingService>, run: &Ar
         if !is_closing && !run.outlives_owner() && !run.programs().is_empty() {
             run.end("the process that started it was killed");
         }
-        // The owner knows of the program's end before the monitor has freed all of its memory.
+        // The owner may request the statistics before the monitor has freed all memory of the
+        // program.
         let mut is_empty = run.wait_empty(if is_closing { CLOSE_TIMEOUT } else { Duration::ZERO });
         if is_closing {
             send_notices(socket, run, &mut end_is_sent);

@@ -18,7 +18,9 @@ use aquifer_extents::{InheritedSession, NodeConnector, SessionService};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
-use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService, PoolLimits, RestoredRun};
+use aquifer_faults::serve::{
+    AgentServices, ConnectBackName, ConnectBackSocket, PagingService, PoolLimits, RestoredRun,
+};
 use aquifer_gateway::ListenerKind;
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
@@ -44,7 +46,7 @@ use segments::{restorable_segments, start_segments};
 
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
-/// Descriptors that a user needs at least, for a run with some programs.
+/// Least number of descriptors that a user needs, for a run with some programs.
 const USER_DESCRIPTORS_MIN: usize = 128;
 /// Turns of the main loop between checks whether the keeper was restarted.
 const KEEPER_CHECK_TURNS: u32 = 10;
@@ -58,8 +60,8 @@ pub struct AgentOptions {
     pub shared_socket: Option<PathBuf>,
     /// The keeper's socket.
     pub keeper: PathBuf,
-    /// Description of the cluster's directory, which servers of swap devices on this host get
-    /// verbatim.
+    /// Description of the cluster's directory, which is passed verbatim to servers of swap devices
+    /// on this host.
     pub directory_description: String,
     /// Largest size of the mempool, in bytes. Memory is allocated as it is used.
     pub mempool_bytes: usize,
@@ -74,14 +76,14 @@ pub struct AgentOptions {
     pub pages_share: Option<u64>,
     /// Settings for segments.
     pub segments: SegmentSettings,
-    /// The time for which other hosts do not recover this host after its lease has ended.
+    /// Time after the end of this host's lease for which other hosts do not recover it.
     ///
-    /// The keeper's grace time must not be longer than this: programs that wait longer than other
-    /// hosts do are ended when the next agent starts, because their memory was freed.
+    /// The keeper's grace time must not be longer: programs that wait longer than other hosts do
+    /// are ended when the next agent starts, because their memory was freed.
     pub grace: Duration,
     /// The cluster key, for nodes on other machines.
     pub key: Option<ClusterKey>,
-    /// How to connect to nodes on other machines.
+    /// Options of connections to nodes on other machines.
     pub connect: ConnectOptions,
     /// A socket that already listens at `socket`.
     pub listener: Option<OwnedFd>,
@@ -89,9 +91,9 @@ pub struct AgentOptions {
     pub metrics: Option<MetricsAddress>,
     /// Set when the socket's file was deleted: the agent then ends when it serves no program.
     pub when_unused: Arc<AtomicBool>,
-    /// Ends this process as if it were killed. It is called when the host's lease has ended,
-    /// because the agent was stopped or could not reach the directory for too long; the next agent
-    /// then resumes the programs.
+    /// Ends this process as if it were killed. Called when the host's lease has ended, because the
+    /// agent was stopped or could not reach the directory for too long. The next agent then resumes
+    /// the programs.
     pub on_lease_end: fn(),
 }
 
@@ -102,14 +104,14 @@ impl AgentOptions {
     }
 }
 
-/// Where segments come from, and how much memory they have.
+/// Settings for the segments of this host.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentSettings {
-    /// Where agents of other hosts connect. `None`: segments stay on this host.
+    /// The address at which agents of other hosts connect. `None`: segments stay on this host.
     pub listen: Option<SocketAddr>,
     /// Most bytes of one user's segments on this host.
     pub bytes_per_user: u64,
-    /// Bytes per second that are pulled ahead of programs. `None`: as many as come.
+    /// Limit of bytes per second that are pulled ahead of programs. `None`: no limit.
     pub pull_rate: Option<u64>,
 }
 
@@ -151,7 +153,7 @@ pub enum AgentError {
         /// The memory that is available, in bytes.
         available: u64,
     },
-    /// This process may have so few descriptors that no user would get any.
+    /// The limit of open files of this process leaves no descriptors for users.
     #[error(
         "--shared-socket: the limit of open files is too low to serve programs of all users: raise it \
          (ulimit -n) to at least 1024"
@@ -171,7 +173,7 @@ pub enum AgentError {
     SegmentAddress {
         /// The address.
         address: SocketAddr,
-        /// Why it does not do.
+        /// The reason why the address cannot be used.
         why: &'static str,
     },
     /// Segments cannot be served.
@@ -182,7 +184,7 @@ pub enum AgentError {
     Membership(#[from] MembershipError),
 }
 
-/// What the services use of this host: the memory nodes and the keeper.
+/// The parts of this host that the services use: the memory nodes and the keeper.
 #[derive(Debug)]
 struct HostServices {
     nodes: Arc<NodeRegistry>,
@@ -222,12 +224,12 @@ impl AgentServices for HostServices {
         &self.descriptors
     }
 
-    fn serve_knock_socket(&self, socket: KnockSocket) {
-        self.listeners.add_knock(socket);
+    fn serve_connect_back_socket(&self, socket: ConnectBackSocket) {
+        self.listeners.add_connect_back(socket);
     }
 
-    fn end_knock(&self, knock: &KnockName) {
-        self.listeners.end_knock(knock);
+    fn end_connect_back(&self, name: &ConnectBackName) {
+        self.listeners.end_connect_back(name);
     }
 
     fn keeper(&self) -> &dyn KeeperStore {
@@ -261,11 +263,11 @@ impl NodeConnector for HostServices {
 
 /// Serves programs until `stop`. Then it ends them with a message and frees all memory.
 ///
-/// If an earlier agent of this host was killed, this one resumes its programs. Then it waits for a
-/// directory that is unavailable, as long as the programs wait for an agent.
+/// If an earlier agent of this host was killed, this one resumes its programs. Then it waits for an
+/// unavailable directory as long as the programs wait for an agent.
 ///
 /// # Errors
-/// If something that the agent needs is missing at the start.
+/// If the agent cannot start.
 pub fn serve(
     options: &AgentOptions,
     connect: &ConnectDirectory,
@@ -291,7 +293,7 @@ struct Agent {
 }
 
 impl Agent {
-    /// Joins the cluster, resumes what an earlier agent has left, and starts the services.
+    /// Joins the cluster, resumes the programs of an earlier agent, and starts the services.
     fn start(
         options: &AgentOptions,
         connect: &ConnectDirectory,
@@ -352,7 +354,7 @@ impl Agent {
         let recovery =
             Recovery::start(Arc::clone(&directory), Arc::clone(&nodes), membership.record().clone(), tenant)
                 .map_err(AgentError::Threads)?;
-        // All extents of restored runs and sessions are in their ledgers by now.
+        // All extents of restored runs and sessions are in their ledgers now.
         let leak_scanner =
             LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
         let heap_tickets = HeapTickets {
@@ -375,7 +377,7 @@ impl Agent {
         Ok(Self { connections, leak_scanner, recovery, _metrics: metrics, host, membership })
     }
 
-    /// Serves users until `stop`; or, with `when_unused`, until no program is served.
+    /// Serves users until `stop`, or, with `when_unused`, until no program is served.
     fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) -> Result<(), AgentError> {
         let mut turns = 0u32;
         while !stop.load(Relaxed) {
@@ -391,7 +393,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Starts a thread for the connections of another user, if there is one in a moment.
+    /// Waits a moment for another user, and starts a thread for the user's connections.
     fn admit_users(&self) -> Result<(), AgentError> {
         let Some(channel) = self.host.listeners.next_user(TICK).map_err(AgentError::Gateway)? else {
             return Ok(());
@@ -399,7 +401,7 @@ impl Agent {
         let connections = Arc::clone(&self.connections);
         let name = format!("user-{}", channel.uid);
         let spawned = std::thread::Builder::new().name(name).spawn(move || connections.admit_all(channel));
-        // The relay notices the end of its channel, and its user connects again.
+        // The relay observes the end of its channel, and its user connects again.
         if let Err(error) = spawned {
             tracing::error!(%error, "cannot start a thread for a user");
         }
@@ -415,7 +417,7 @@ impl Agent {
 
     /// Removes the sockets and leaves the cluster.
     fn leave(self, options: &AgentOptions) {
-        // If the file was deleted, the next agent may listen at its path by now.
+        // If the file was deleted, the next agent may already listen at its path.
         let was_deleted = options.when_unused.load(Relaxed);
         if options.listener.is_none() && !was_deleted {
             let _ = std::fs::remove_file(&options.socket);
@@ -429,8 +431,8 @@ impl Agent {
     }
 }
 
-/// Starts the services for runs and for sessions, and restores what the keeper has held of an
-/// earlier agent; if `resumes` is false, ends it.
+/// Starts the services for runs and for sessions, and restores the runs and sessions of an earlier
+/// agent that the keeper has held. If `resumes` is false, ends them.
 fn start_services(
     options: &AgentOptions,
     host: &Arc<HostServices>,
@@ -475,8 +477,8 @@ fn start_services(
     Ok((service, sessions))
 }
 
-/// The sessions of an earlier agent that can be restored; the keeper releases the others. If
-/// `resumes` is false none can, because other hosts have freed their extents.
+/// Returns the sessions of an earlier agent that can be restored. The keeper releases the others,
+/// which are all if `resumes` is false, because other hosts have freed their extents.
 fn restorable_sessions(
     kept: Vec<RestoredItem>,
     resumes: bool,
@@ -496,8 +498,9 @@ fn restorable_sessions(
     restorable
 }
 
-/// Joins the cluster under the host number of the agent before this one. If other hosts have
-/// recovered that number, joins under a new one and clears `state` of what belonged to the old one.
+/// Joins the cluster under the host number of the previous agent. If other hosts have recovered
+/// that number, joins under a new one, and removes the previous agent's record and mempool from
+/// `state`.
 fn join(
     options: &AgentOptions,
     directory: &Arc<dyn Directory>,

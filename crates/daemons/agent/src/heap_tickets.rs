@@ -18,17 +18,17 @@ use aquifer_objects::access::HeapAccess;
 use aquifer_objects::service::{OPERATOR, TICKET_SERVICE};
 use parking_lot::Mutex;
 
-/// Time for which a ticket can be used to connect.
+/// Lifetime of a ticket, in which it can be used to connect.
 const TICKET_TIME: Duration = Duration::from_secs(24 * 3600);
 
 /// Descriptors of a heap while they are sent to a program: the connection, the bytes and the names.
 const HEAP_DESCRIPTORS: usize = 4;
-/// User ids of one owner that get tickets, each of which has a heap.
+/// Maximum number of user ids of one owner that get tickets. Each of them has a heap.
 const TENANTS_PER_OWNER_MAX: usize = 16;
 /// Longest wait for a service on this machine.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What tickets are made of.
+/// Issues tickets for heaps.
 #[derive(Debug)]
 pub(crate) struct HeapTickets {
     pub directory: Arc<dyn Directory>,
@@ -39,12 +39,12 @@ pub(crate) struct HeapTickets {
     pub folder: PathBuf,
     /// The descriptors of the agent, which are charged to users.
     pub descriptors: Arc<DescriptorShares>,
-    /// The user ids that have got tickets, by their owner.
+    /// The user ids with tickets, by their owner.
     pub tenants: Mutex<BTreeMap<u32, BTreeSet<u32>>>,
 }
 
 impl HeapTickets {
-    /// Answers a program of a user that asks for the heap on a node, or on any if that is 0.
+    /// Answers a program of a user that requests the heap on `node`, or on any node if `node` is 0.
     pub fn answer(&self, socket: &OwnedFd, uid: u32, node: u16) -> io::Result<()> {
         let charged = self.descriptors.charge(uid, HEAP_DESCRIPTORS);
         let charged = charged.map_err(|error| error.to_string());
@@ -61,7 +61,7 @@ impl HeapTickets {
         }
     }
 
-    /// Counts a user id that gets a ticket. A service has a bounded number of heaps.
+    /// Counts a user id that gets a ticket, because a service has a bounded number of heaps.
     fn admit(&self, owner: u32, uid: u32) -> Result<(), String> {
         let mut tenants = self.tenants.lock();
         let of_owner = tenants.entry(owner).or_default();

@@ -12,10 +12,10 @@ use aquifer_pager::{Memory, Mempool};
 
 use crate::daemon::{AgentError, AgentOptions};
 
-/// What an agent has of its host, new or from the agent before it.
+/// The state of a host, new or from the previous agent.
 #[derive(Debug)]
 pub(crate) struct HostState {
-    /// The directory record of the agent before this one, if this one resumes its programs.
+    /// The directory record of the previous agent, if this one resumes its programs.
     pub predecessor: Option<AgentRecord>,
     pub mempool: Mempool,
     /// The socket for programs of the agent's own user. Connections that were made while no agent
@@ -26,7 +26,7 @@ pub(crate) struct HostState {
 }
 
 impl HostState {
-    /// The state that the keeper has held, or a new one if there is none.
+    /// Restores the state that the keeper has held, or creates a new one if it holds none.
     ///
     /// # Errors
     /// If a new mempool or socket cannot be created.
@@ -80,10 +80,10 @@ impl HostState {
     }
 }
 
-/// A new mempool, if the machine has the memory for it.
+/// Creates a mempool.
 ///
 /// # Errors
-/// If it has not, or the mempool cannot be created.
+/// If the machine has too little memory, or the mempool cannot be created.
 pub(crate) fn new_mempool(options: &AgentOptions) -> Result<Mempool, AgentError> {
     let (mempool, available) = (options.mempool_bytes as u64, options.available_bytes);
     if mempool > available {
@@ -92,8 +92,8 @@ pub(crate) fn new_mempool(options: &AgentOptions) -> Result<Mempool, AgentError>
     Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)
 }
 
-/// The socket for programs of the agent's own user. If that user is root, programs may have changed
-/// their user, so all users may connect.
+/// Creates the socket for programs of the agent's own user. If that user is root, programs may have
+/// changed their user, so all users may connect.
 fn listen(options: &AgentOptions) -> io::Result<OwnedFd> {
     let mode = if rustix::process::geteuid().is_root() { 0o666 } else { 0o600 };
     match &options.listener {
@@ -102,7 +102,7 @@ fn listen(options: &AgentOptions) -> io::Result<OwnedFd> {
     }
 }
 
-/// The socket for programs of all users, if one is configured.
+/// Creates the socket for programs of all users, if it is configured.
 fn listen_shared(options: &AgentOptions) -> io::Result<Option<OwnedFd>> {
     options.shared_socket.as_deref().map(|path| listen_at(path, 0o666)).transpose()
 }

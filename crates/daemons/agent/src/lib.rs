@@ -1,8 +1,10 @@
-//! The host agent: the trusted daemon of a machine that borrows memory. It only connects services.
+//! The host agent: the trusted daemon of a machine that borrows memory. This crate only connects
+//! services with each other.
 //!
 //! - [`serve`]: the daemon. It joins the cluster and listens for programs and for `aquifer run`.
 //! - [`shadow`]: a process that keeps userfaultfds open until the keeper has them.
-//! - `host_state`: what the keeper holds of the host itself across restarts of the agent.
+//! - `host_state`: the state of the host itself, which the keeper holds across restarts of the
+//!   agent.
 //! - `listeners`: the sockets at which users connect, and the gateway that accepts there.
 //! - `connections`: connections of programs and of the command line.
 //! - `swap_servers`: connections of the servers of swap devices.

@@ -1,6 +1,7 @@
 //! The agent's metrics for Prometheus.
 //!
-//! They are collected from memory at each request, without a request to a node or the directory.
+//! Metrics are collected from memory at each request, without a request to a node or the
+//! directory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use crate::swap_servers::SwapServers;
 
 /// Listens at the address for metrics, if there is one.
 ///
-/// If the agent `resumes` programs that wait for it, a failure is logged only.
+/// If the agent `resumes` programs that wait for it, a failure is only logged.
 ///
 /// # Errors
 /// If the address cannot be used.
@@ -81,7 +82,7 @@ struct AgentCollector {
     swap_servers: Arc<SwapServers>,
 }
 
-/// A metric of each row: name, help, and the function that reads its value.
+/// A metric of each row: its name, its help text, and the function that reads its value.
 type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
 
 const RUN_BYTES: [Metric<RunStatistics>; 5] = [

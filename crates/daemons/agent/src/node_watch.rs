@@ -1,7 +1,7 @@
-//! What each memory node lends and has free, as it answered last.
+//! Lent and free memory of each memory node, by its last answer.
 //!
-//! One thread asks the nodes. A request for the status waits at most a second for it, and otherwise
-//! gets the last answers.
+//! One thread queries the nodes. A request for the status waits for new answers for at most a
+//! second, and otherwise returns the last ones.
 
 use std::collections::HashMap;
 use std::io;
@@ -13,9 +13,9 @@ use aquifer_pool::NodeId;
 use aquifer_report::{MissingNode, NodeStatus};
 use parking_lot::{Condvar, Mutex};
 
-/// Longest wait for the nodes' answers.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// Interval at which the thread looks whether the agent still runs.
+/// Timeout of a request's wait for new answers of the nodes.
+const ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval at which the thread checks whether the registry still exists.
 const TICK: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
@@ -32,11 +32,12 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Answers {
-    /// By the number of the node.
+    /// The last answers, by the number of the node.
     last: HashMap<u16, NodeStatus>,
-    /// Rounds that were begun and finished. A round that is running when it is asked for may have
-    /// read old words.
+    /// Number of rounds that have begun. A round that runs when a request arrives may have read old
+    /// words, so the request waits for the next one.
     begun: u64,
+    /// Number of the last round that has finished.
     finished: u64,
     is_wanted: bool,
 }
@@ -49,7 +50,7 @@ impl NodeWatch {
         let run = move || {
             while let Some(nodes) = weak.upgrade() {
                 if for_thread.begin_round() {
-                    for_thread.ask(&nodes);
+                    for_thread.query(&nodes);
                 }
             }
         };
@@ -65,7 +66,7 @@ impl NodeWatch {
         let wanted = answers.begun + 1;
         self.shared.changed.notify_all();
         let must_wait = |answers: &mut Answers| answers.finished < wanted;
-        let _late = self.shared.changed.wait_while_for(&mut answers, must_wait, PATIENCE);
+        let _late = self.shared.changed.wait_while_for(&mut answers, must_wait, ANSWERS_TIMEOUT);
         let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0, failure: None };
         let status = |node: NodeId| {
             let last = answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0));
@@ -89,7 +90,7 @@ impl NodeWatch {
 }
 
 impl Shared {
-    /// Waits until a round is wanted; false if none is after a while.
+    /// Waits until a round is wanted; false after [`TICK`].
     fn begin_round(&self) -> bool {
         let mut answers = self.answers.lock();
         let _timeout = self.changed.wait_while_for(&mut answers, |answers| !answers.is_wanted, TICK);
@@ -98,8 +99,8 @@ impl Shared {
         begins
     }
 
-    /// Asks all nodes, one after the other.
-    fn ask(&self, nodes: &NodeRegistry) {
+    /// Queries all nodes, one after the other.
+    fn query(&self, nodes: &NodeRegistry) {
         let mut pool = nodes.pool_client(rustix::process::geteuid().as_raw());
         let numbers: Vec<_> = pool.nodes().collect();
         for node in numbers {

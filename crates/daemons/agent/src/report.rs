@@ -8,12 +8,12 @@ use aquifer_report::{AgentStatus, SessionStatistics, TenantStatistics, UserStati
 
 use crate::node_watch::NodeWatch;
 
-/// Most bytes of a status, which is one frame.
+/// Maximum length of a status in bytes: it must fit into one frame.
 const STATUS_BYTES_MAX: usize = aquifer_ipc::FRAME_BYTES_MAX - 1024;
-/// Least length of the JSON of a program.
+/// Lower bound of the length of a program's JSON, in bytes.
 const PROGRAM_BYTES_MIN: usize = 64;
 
-/// Most tenants, users and sessions in an answer, which is one frame.
+/// Maximum number of tenants, of users and of sessions in a status.
 const STATUS_ENTRIES_MAX: usize = 64;
 
 /// The largest size of the mempool and its blocks in use, in bytes.
@@ -24,7 +24,7 @@ pub(crate) fn mempool_bytes(service: &PagingService) -> (u64, u64) {
     (mempool.blocks() as u64 * block_bytes, used_blocks as u64 * block_bytes)
 }
 
-/// The statistics of tenants, those with the most runs and faults first.
+/// The statistics of tenants, sorted by runs and faults in descending order.
 fn all_tenant_statistics(service: &PagingService, is_visible: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
     let mut tenants = service.tenants();
     tenants.retain(|tenant| is_visible(tenant.tenant));
@@ -33,7 +33,7 @@ fn all_tenant_statistics(service: &PagingService, is_visible: impl Fn(u32) -> bo
     tenants
 }
 
-/// The statistics of sessions, those with the most bytes first.
+/// The statistics of sessions, sorted by bytes in descending order.
 fn session_statistics(sessions: &SessionService, is_visible: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
     let mut reports = sessions.sessions();
     reports.retain(|session| is_visible(session.tenant));
@@ -42,7 +42,7 @@ fn session_statistics(sessions: &SessionService, is_visible: impl Fn(u32) -> boo
     reports
 }
 
-/// The statistics of users of extents, those with the most bytes first.
+/// The statistics of users of extents, sorted by bytes in descending order.
 fn user_statistics(sessions: &SessionService, is_visible: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
     let mut users = sessions.users();
     users.retain(|user| is_visible(user.tenant));
@@ -51,8 +51,8 @@ fn user_statistics(sessions: &SessionService, is_visible: impl Fn(u32) -> bool) 
     users
 }
 
-/// The status of the agent and of runs with `swap` devices: those of tenants for which `is_visible`
-/// is true.
+/// The status of the agent and of runs with `swap` devices, for tenants for which `is_visible` is
+/// true.
 pub(crate) fn status(
     service: &PagingService,
     sessions: &SessionService,

@@ -16,7 +16,7 @@ use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
-/// Interval between checks whether the agent was killed and cannot end; the end itself is noticed
+/// Interval between checks whether the agent was killed and cannot end. The end itself is observed
 /// at once.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -27,8 +27,8 @@ pub struct Shadow {
 }
 
 impl Shadow {
-    /// Ends the shadow. To be called when the agent has ended its programs, so that no userfaultfd
-    /// must stay open.
+    /// Ends the shadow. Must be called when the agent has ended its programs, so that no
+    /// userfaultfd must stay open.
     pub fn dismiss(self) {
         let ended = kill_process(self.process, Signal::KILL)
             .and_then(|()| waitpid(Some(self.process), WaitOptions::empty()));

@@ -1,6 +1,6 @@
 //! Connections of the servers of swap devices on this host.
 //!
-//! [`aquifer_host::cluster_access`] describes what they get from the agent, and what they report.
+//! [`aquifer_host::cluster_access`] describes the access that a server gets, and its reports.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use aquifer_ipc::{Frame, SetLimit};
 use aquifer_report::RunStatistics;
 use parking_lot::{Condvar, Mutex};
 
-/// Most servers at once.
+/// Maximum number of servers at a time.
 const SWAP_SERVERS_MAX: usize = 1024;
-/// When the agent stops, it waits this long for the servers to free their memory and end.
+/// Timeout of the servers' ends when the agent stops. A server frees its memory first.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest wait for the answer of a server.
+/// Timeout of the answer of a server.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time between two checks of a connection.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
@@ -82,7 +82,7 @@ impl SwapServers {
     /// `is_visible` is false for its tenant.
     ///
     /// # Errors
-    /// Why the limit is not changed, as a sentence.
+    /// The reason why the limit is not changed, as a sentence.
     pub(crate) fn set_limit(
         &self,
         set: SetLimit,
@@ -104,7 +104,7 @@ impl SwapServers {
     pub(crate) fn end(&self, reason: &str) {
         let servers = self.servers.lock().clone();
         for server in &servers {
-            // Fails if the server has ended, which is what is wanted.
+            // Fails if the server has already ended.
             let _ = try_send_frame(&server.socket, &Frame::Ended(reason.to_owned()), &[]);
         }
         let deadline = Instant::now() + END_TIMEOUT;
@@ -145,7 +145,7 @@ impl SwapServer {
     /// Sends a new limit, and waits until a report has it.
     fn set_limit(&self, set: SetLimit) -> Result<RunStatistics, String> {
         let Some(_one) = self.request.try_lock() else {
-            return Err("another change of its limit is under way: try again".to_owned());
+            return Err("another change of its limit is in progress: try again".to_owned());
         };
         let least_bytes = self.state.lock().report.as_ref().map_or(0, |report| report.least_limit_bytes);
         if set.limit_bytes < least_bytes {
@@ -156,7 +156,7 @@ impl SwapServer {
             ));
         }
         try_send_frame(&self.socket, &Frame::SetLimit(set), &[])
-            .map_err(|error| format!("its swap server takes no requests: {error}"))?;
+            .map_err(|error| format!("cannot send the request to its swap server: {error}"))?;
         let has_limit = |state: &ServerState| {
             state.report.as_ref().is_some_and(|report| report.statistics.limit_bytes == set.limit_bytes)
         };
@@ -172,7 +172,7 @@ impl SwapServer {
         }
     }
 
-    /// Waits until `is_done`; false after the deadline.
+    /// Waits until `is_done` returns true; false after the deadline.
     fn wait(&self, deadline: Instant, is_done: impl Fn(&ServerState) -> bool) -> bool {
         let remaining = deadline.saturating_duration_since(Instant::now());
         let mut state = self.state.lock();

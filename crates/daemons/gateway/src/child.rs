@@ -8,9 +8,9 @@ use rustix::process::Pid;
 /// The first descriptor behind those of input and output.
 const FIRST_FD: u32 = 3;
 
-/// Starts a child process that runs `run`. Of the descriptors it has `kept`, the standard output
-/// and the standard error. The others of this process are closed in it when this returns: a close
-/// in one of the two can only be the last one if the other has given the descriptor up before.
+/// Starts a child process that runs `run`. The child has only the descriptors in `kept`, the
+/// standard output and the standard error. It has closed all others of this process when this
+/// returns, so that it never does the last close of one.
 ///
 /// Must be called in a process with one thread. `run` must not use other descriptors.
 ///
@@ -33,7 +33,7 @@ pub fn start(kept: &[RawFd], run: impl FnOnce()) -> io::Result<Pid> {
     Ok(process)
 }
 
-/// Closes all descriptors of this process but some and those of output; input is empty.
+/// Closes all descriptors of this process except `kept` and those of output. Input is empty then.
 fn close_all_but(kept: impl Iterator<Item = RawFd>) {
     let mut kept: Vec<_> = kept.map(RawFd::unsigned_abs).collect();
     kept.sort_unstable();

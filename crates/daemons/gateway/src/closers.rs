@@ -1,5 +1,4 @@
-//! Closes connections whose queues may have descriptors of users, in processes that do nothing
-//! else.
+//! Closers: processes that only close connections whose queues may have descriptors of users.
 
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -11,20 +10,19 @@ use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open};
 
 use crate::child;
 
-/// Refused connections that wait for another closer if one is running. Each that is running
-/// doubles the number.
+/// A second closer is started when twice this number of connections wait. Each further running
+/// closer doubles the number.
 const REFUSED_MIN: usize = 64;
-/// The largest such number. As many descriptors as this in the queues of connections cost a user's
-/// process.
+/// Maximum number of waiting connections, whatever the number of closers.
 const REFUSED_MAX: usize = 1024;
-/// Refused connections have at most this part of the descriptors that the process may have.
+/// Waiting connections have at most 1/`REFUSED_DIVISOR` of the descriptors of the process.
 const REFUSED_DIVISOR: u64 = 4;
 
-/// Connections that a process with one thread has refused. It never closes one for the last time:
-/// no signal ends the wait of a userfaultfd in the queue whose memory is locked.
+/// Connections that a process with one thread has refused. The process never does the last close
+/// of a connection: no signal ends the wait of a userfaultfd in the queue whose memory is locked.
 #[derive(Debug, Default)]
 pub struct RefusedConnections {
-    /// Shut down, for the next closer.
+    /// Connections that are shut down, for the next closer.
     waiting: Vec<OwnedFd>,
     /// The pidfds of the closers.
     closers: Vec<OwnedFd>,
@@ -37,7 +35,7 @@ impl RefusedConnections {
         self.waiting.push(socket);
     }
 
-    /// Whether [`Self::close`] has something to do, now or later.
+    /// Whether no connection waits, and no closer is running.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty() && self.closers.is_empty()
@@ -59,26 +57,26 @@ impl RefusedConnections {
             return Ok(());
         }
         let closer = start_closer(&mut self.waiting)?;
-        // One that has been reaped has ended.
+        // A closer that has been reaped has ended.
         self.closers.extend(pidfd_open(closer, PidfdFlags::empty()));
         Ok(())
     }
 }
 
-/// Refused connections that wait for another closer at most.
+/// The maximum number of connections that wait for another closer.
 fn refused_max() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(limit / REFUSED_DIVISOR).unwrap_or(usize::MAX).min(REFUSED_MAX)
 }
 
-/// Starts a process that closes connections, which wait as long as their users want. None of them
-/// is closed for the last time in this process.
+/// Starts a process that closes connections, where each close may wait as long as the user wants.
+/// This process never does the last close of one.
 fn start_closer(connections: &mut Vec<OwnedFd>) -> io::Result<Pid> {
     let (closed, open) = io::pipe()?;
     let sockets = connections.iter().map(AsRawFd::as_raw_fd);
     let kept: Vec<_> = sockets.chain([closed.as_raw_fd()]).collect();
     let process = child::start(&kept, || {
-        // The end of the process closes them. Until this end of file the parent has them, too.
+        // The end of the process closes the connections. Waits until the parent has closed them.
         let _end_of_file = (&closed).read_exact(&mut [0]);
     })?;
     connections.clear();

@@ -1,4 +1,4 @@
-//! The daemon's end: it starts the gateway, and receives the connections.
+//! The daemon's end: starts the gateway, and receives the connections.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,7 +12,7 @@ use crate::messages::{self, IntroductionRecord, ListenerKind, MESSAGE_BYTES_MAX,
 #[derive(Debug)]
 pub struct Gateway {
     control: OwnedFd,
-    /// `None` only while it is dropped.
+    /// The process; `None` only while this is dropped.
     process: Option<Child>,
 }
 
@@ -25,12 +25,12 @@ pub struct UserChannel {
     buffer: Box<[u8]>,
 }
 
-/// A connection of a user. No descriptor of the user lies in the queue of its socket.
+/// A connection of a user. The queue of its socket has no descriptor of the user.
 #[derive(Debug)]
 pub struct Introduction {
-    /// Where it has connected.
+    /// The listener at which the user has connected.
     pub kind: ListenerKind,
-    /// Process id of the other end, for people; 0 if the process is in a PID namespace that the
+    /// Process id of the other end, for messages; 0 if the process is in a PID namespace that the
     /// daemon does not see.
     pub pid: u32,
     /// A pidfd of that process; `None` if it has ended.
@@ -39,13 +39,13 @@ pub struct Introduction {
     pub socket: OwnedFd,
     /// The first packet, which may be anything.
     pub packet: Vec<u8>,
-    /// The userfaultfd that came with it.
+    /// The userfaultfd of the first packet, if it carries one.
     pub userfaultfd: Option<OwnedFd>,
 }
 
 impl Gateway {
-    /// Starts a gateway by a command that calls [`crate::serve`] with its standard input. It lives
-    /// as long as the calling thread.
+    /// Starts a gateway by a command that calls [`crate::serve`] with its standard input. The
+    /// gateway lives as long as the calling thread.
     ///
     /// # Errors
     /// If the process cannot be started.
@@ -56,7 +56,7 @@ impl Gateway {
         Ok(Self { control, process: Some(process) })
     }
 
-    /// Accepts connections at a listener, which gets a number.
+    /// Accepts connections at `socket`, under the number `listener`.
     ///
     /// # Errors
     /// If the gateway has ended.
@@ -73,9 +73,9 @@ impl Gateway {
         messages::send(&self.control, &Order::Close { listener }, &[], &[], SendFlags::empty())
     }
 
-    /// The descriptor that is readable when [`Self::next_user`] does not wait.
+    /// The descriptor that is readable when [`Self::next_user`] returns without waiting.
     #[must_use]
-    pub fn news(&self) -> &OwnedFd {
+    pub fn poll_fd(&self) -> &OwnedFd {
         &self.control
     }
 
@@ -94,9 +94,9 @@ impl Gateway {
 
 impl Drop for Gateway {
     fn drop(&mut self) {
-        // Its relays copy connections of programs, and end with these.
+        // The gateway's relays copy connections of programs, and end with these connections.
         let _ended = self.process.as_mut().map(Child::kill);
-        // In a thread: its end closes connections, which may wait.
+        // Reaped in a thread, because the end of the process closes connections, which may wait.
         if let Some(mut process) = self.process.take() {
             let _reaper = std::thread::Builder::new().name("reap".into()).spawn(move || process.wait());
         }

@@ -1,5 +1,5 @@
-//! Messages between the daemon, its gateway and the relays: a record as JSON, and bytes of a
-//! user behind it. All of them are processes of one build.
+//! Messages between the daemon, its gateway and the relays: a record as JSON, followed by bytes of
+//! a user. All of them are processes of one build.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// Most descriptors in a message: those of a frame to a program, or of an introduction.
+/// Maximum number of descriptors in a message. A frame to a program and an introduction have fewer.
 pub(crate) const DESCRIPTORS_MAX: usize = 12;
 /// Longest record, in bytes.
 const RECORD_BYTES_MAX: usize = 1024;
@@ -29,15 +29,16 @@ pub(crate) type Message<T> = (T, Vec<u8>, Vec<OwnedFd>);
 /// The socket at which a process has connected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum ListenerKind {
-    /// The daemon's own, for its user.
+    /// The daemon's own socket, for its user.
     Own,
     /// The socket of all users of the host.
     Shared,
-    /// A socket for a child that has knocked.
-    Knock {
-        /// Proves the agent to the child.
+    /// A socket for a child that has sent a connect-back request.
+    #[serde(rename = "Knock")]
+    ConnectBack {
+        /// Sent to the child as a proof that the agent listens at the socket.
         secret: [u8; SOCKET_SECRET_BYTES],
-        /// The user of the run, and that of the child at its fork; `u32::MAX` if it is not known.
+        /// The user of the run, and the user of the child at its fork; `u32::MAX` if unknown.
         users: [u32; 2],
     },
 }

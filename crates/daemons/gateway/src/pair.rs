@@ -11,10 +11,10 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, 
 use crate::messages::{receive_packet, send_parts};
 use crate::user_socket::{self, Received};
 
-/// Most packets that are copied in one direction in a turn, so that other connections have theirs.
+/// Maximum number of packets that are copied in one direction in a turn of the relay.
 const PACKETS_PER_TURN_MAX: usize = 16;
 
-/// A user has sent a descriptor that only the end of the process may close.
+/// An error: a user has sent a descriptor that only the end of the process may close.
 #[derive(Debug)]
 pub(crate) struct ForeignDescriptor;
 
@@ -25,7 +25,7 @@ struct Packet {
     descriptors: Vec<OwnedFd>,
 }
 
-/// A connection of a user, and its copy to the daemon.
+/// A connection of a user, and the socket to the daemon that carries its packets.
 #[derive(Debug)]
 pub(crate) struct Pair {
     user: OwnedFd,
@@ -41,7 +41,7 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Makes a pair of sockets for that of a connection, and passes the other end to `introduce`.
+    /// Creates a pair of sockets for a connection, and passes one end to `introduce`.
     ///
     /// # Errors
     /// The cause, with the user's socket.
@@ -75,7 +75,7 @@ impl Pair {
         [user, daemon].into_iter().filter(|(_, flags)| !flags.is_empty()).collect()
     }
 
-    /// Copies the packets that wait. Returns false if the connection has ended.
+    /// Copies waiting packets. Returns false if the connection has ended.
     ///
     /// # Errors
     /// If the user has sent a descriptor that must not be closed here.

@@ -1,4 +1,4 @@
-//! The relay of one user: it receives the first packet of each connection, and introduces the
+//! The relay of one user: receives the first packet of each connection, and introduces the
 //! connection to the daemon.
 
 use std::collections::VecDeque;
@@ -19,27 +19,28 @@ use crate::messages::{self, Connection, IntroductionRecord, ListenerKind, MESSAG
 use crate::pair::{ForeignDescriptor, Pair, keep_until_end};
 use crate::user_socket::{self, BUFFER_BYTES, Received};
 
-/// Longest wait for the first packet of a connection.
+/// Timeout of the first packet of a connection.
 const FIRST_PACKET_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of each send and receive of the daemon on a connection.
 const IO_TIMEOUT: Duration = Duration::from_secs(5);
-/// Most connections without a first packet.
+/// Maximum number of connections without a first packet.
 const WAITING_MAX: usize = 1024;
 /// Time without connections after which a relay ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The process of one user.
+/// The relay process of one user.
 #[derive(Debug)]
 pub(crate) struct Relay {
     uid: u32,
-    /// From the gateway; `None` once that has ended.
+    /// The socket from the gateway; `None` once the gateway has ended.
     gateway: Option<OwnedFd>,
-    /// To the daemon; `None` once that has ended.
+    /// The socket to the daemon; `None` once the daemon has ended.
     daemon: Option<OwnedFd>,
-    /// Has a byte for each connection that the gateway has no reference to any more. `None` once
-    /// it has none to any.
+    /// Delivers a byte for each connection that the gateway has no reference to any more. `None`
+    /// once the gateway has no reference to any connection.
     releases: Option<PipeReader>,
-    /// Connections that the gateway has released, of which some may not have been received.
+    /// Number of connections that the gateway has released, some of which may not have been
+    /// received yet.
     released: usize,
     /// Connections that the gateway may still have: if this process closed one, the gateway could
     /// be the last to close it.
@@ -122,7 +123,7 @@ impl Relay {
         self.introduce_ready(&ready.waiting)?;
         self.copy_ready(&ready.pairs)?;
         if ready.daemon {
-            // The next one does not know the connections that this one has not introduced.
+            // The next daemon does not know the connections that were not introduced.
             self.waiting.drain(..).for_each(|waiting| user_socket::close(waiting.socket));
             self.daemon = None;
             self.refuse_more();
@@ -150,7 +151,7 @@ impl Relay {
         polled.extend(gateway.map(|gateway| read(gateway.as_fd())));
         let releases = self.releases.as_ref();
         polled.extend(releases.map(|releases| read(releases.as_fd())));
-        // Its end is reported without being asked for.
+        // The kernel reports a hang-up without a requested event.
         let daemon = self.daemon.as_ref();
         polled.extend(daemon.map(|daemon| PollFd::from_borrowed_fd(daemon.as_fd(), PollFlags::empty())));
         polled.extend(self.waiting.iter().map(|waiting| read(waiting.socket.as_fd())));
@@ -158,7 +159,7 @@ impl Relay {
         polled.extend(pairs.iter().flatten().map(|(fd, flags)| PollFd::from_borrowed_fd(*fd, *flags)));
         let timeout = if self.waiting.is_empty() { IDLE_TIMEOUT } else { FIRST_PACKET_TIMEOUT };
         let timeout = Timespec::try_from(timeout).unwrap_or_default();
-        // After an error nothing is ready, and the next turn tries again.
+        // After an error no descriptor is ready, and the next turn polls again.
         let _outcome = poll(&mut polled, Some(&timeout));
         let mut results = polled.iter().map(|polled| !polled.revents().is_empty());
         let mut next = || results.next().unwrap_or(false);
@@ -180,10 +181,10 @@ impl Relay {
             return;
         };
         let Some(socket) = descriptors.pop() else { return };
-        // The listener may not have been the gateway's when the user has connected.
-        user_socket::ask_for_senders(&socket);
-        if let ListenerKind::Knock { secret, .. } = connection.kind {
-            // Without it the child connects once more.
+        // The setting is inherited only if the gateway had the listener when the user connected.
+        user_socket::request_senders(&socket);
+        if let ListenerKind::ConnectBack { secret, .. } = connection.kind {
+            // Without the secret the child connects once more.
             let _ = rustix::net::send(&socket, &secret, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
         self.received.push_back(WaitingConnection { connection, socket, since: Instant::now() });
@@ -202,7 +203,7 @@ impl Relay {
         self.admit_released();
     }
 
-    /// Lets the connections in that the gateway has released.
+    /// Admits the connections that the gateway has released.
     fn admit_released(&mut self) {
         let released = if self.releases.is_none() { usize::MAX } else { self.released };
         let taken = released.min(self.received.len());
@@ -271,7 +272,7 @@ impl Relay {
                     .collect();
             messages::send(daemon, &record, &packet, &descriptors, SendFlags::empty())
         };
-        // From here on its queue gets no descriptors, so it is safe in the hands of the daemon.
+        // From here on the queue receives no descriptors, so that the daemon can have the socket.
         let brings_userfaultfds = may_bring_userfaultfd_later(&packet);
         let is_safe = !brings_userfaultfds
             && refuse_descriptors(&socket)
@@ -283,7 +284,8 @@ impl Relay {
             let _closed = introduce(socket.as_fd());
             return Ok(());
         }
-        // What no process receives would be closed by the daemon, with its end of the connection.
+        // Otherwise the daemon, at the close of its socket, would close packets that no process
+        // has received.
         let may_carry: fn(&Frame) -> bool =
             if brings_userfaultfds { user_socket::is_serve_call } else { |_| false };
         let pair = Pair::new(socket, self.uid, may_carry, introduce);
@@ -310,10 +312,10 @@ impl Relay {
         Ok(())
     }
 
-    /// Tells the gateway to start another relay for the next connection.
+    /// Makes the gateway start another relay for the next connection.
     fn refuse_more(&mut self) {
         if let Some(gateway) = &self.gateway {
-            // What it has sent before is received, and then the end.
+            // Messages that the gateway has sent before are still received.
             let _was_closed = shutdown(gateway, Shutdown::Read);
             self.last_used = Instant::now();
         }

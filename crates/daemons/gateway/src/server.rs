@@ -1,4 +1,4 @@
-//! The gateway process: it accepts connections, and passes each to the relay of its user.
+//! The gateway process: accepts connections, and passes each to the relay of its user.
 
 use std::collections::BTreeMap;
 use std::io::{self, PipeWriter, Write};
@@ -22,17 +22,18 @@ use crate::messages::{self, Connection, ListenerKind, MESSAGE_BYTES_MAX, Order, 
 use crate::relay::Relay;
 use crate::user_socket;
 
-/// Most processes that serve a user or wait for its descriptors.
+/// Maximum number of processes that serve a user or wait for its descriptors.
 const RELAYS_PER_USER_MAX: usize = 4;
-/// Most such processes of a user with all of its subordinate ids, or of a container of root.
+/// Maximum number of such processes of a user with all of its subordinate ids, or of a container of
+/// root.
 const RELAYS_PER_OWNER_MAX: usize = 64;
-/// Most processes of all users.
+/// Maximum number of such processes of all users.
 const RELAYS_MAX: usize = 1024;
-/// Connections that are accepted at a listener in a turn, so that others have theirs.
+/// Maximum number of connections that are accepted at a listener in a turn.
 const ACCEPTS_PER_TURN_MAX: usize = 16;
 /// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
-/// Interval at which ended relays are looked for.
+/// Interval at which ended relays are reaped.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between log lines about refused connections.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -47,11 +48,11 @@ struct Listener {
 /// The relays of a user.
 #[derive(Debug, Default)]
 struct UserRelays {
-    /// The relay that gets connections.
+    /// The relay that receives connections.
     current: Option<RelayEnd>,
     /// The owner of the user's id.
     owner: u32,
-    /// All that have not ended; closing what a user has sent may take long.
+    /// All relays that have not ended. A relay may take long to close a user's descriptors.
     processes: Vec<Pid>,
 }
 
@@ -59,14 +60,14 @@ struct UserRelays {
 #[derive(Debug)]
 struct RelayEnd {
     connections: OwnedFd,
-    /// Gets a byte for each connection that the gateway has no reference to any more.
+    /// Receives a byte for each connection that the gateway has no reference to any more.
     released: PipeWriter,
 }
 
 /// The state of the gateway process.
 ///
-/// It never closes a connection for the last time: no signal ends the wait of a userfaultfd in the
-/// queue whose memory is locked.
+/// The process never does the last close of a connection: no signal ends the wait of a userfaultfd
+/// in the queue whose memory is locked.
 #[derive(Debug)]
 struct Server {
     daemon: OwnedFd,
@@ -77,11 +78,11 @@ struct Server {
     next_log: Instant,
 }
 
-/// Serves as the gateway of the daemon at the other end of a socket until that ends.
+/// Serves as the gateway of the daemon at the other end of a socket until the daemon ends.
 ///
-/// Must be called in a process with one thread. It ends with its parent process, too.
+/// Must be called in a process with one thread. The process also ends with its parent.
 pub fn serve(daemon: OwnedFd) {
-    // What of a killed daemon still ends must not accept connections.
+    // The gateway of a killed daemon must not accept connections.
     let _set = set_parent_process_death_signal(Some(Signal::KILL));
     user_socket::catch_alarm();
     let mut server = Server {
@@ -124,13 +125,13 @@ impl Server {
         Some((has_order, ready.map(|(listener, _)| *listener).collect()))
     }
 
-    /// Handles an order of the daemon. Returns false if that has ended.
+    /// Handles an order of the daemon. Returns false if the daemon has ended.
     fn handle_order(&mut self) -> bool {
         match messages::receive::<Order>(&self.daemon, &mut self.buffer) {
             Ok(Some((Order::Listen { listener, kind }, _, mut descriptors))) => {
                 if let Some(socket) = descriptors.pop() {
                     let _nonblocking = rustix::io::ioctl_fionbio(&socket, true);
-                    user_socket::ask_for_senders(&socket);
+                    user_socket::request_senders(&socket);
                     self.listeners.insert(listener, Listener { kind, socket });
                 }
                 true
@@ -149,9 +150,9 @@ impl Server {
         }
     }
 
-    /// Closes a listener without connections in its queue: the daemon may close it last.
+    /// Empties the queue of a listener and closes it. The daemon may do the last close.
     fn close_listener(&mut self, socket: &OwnedFd) {
-        // From now on no user connects.
+        // No user can connect any more.
         let _was_closed = shutdown(socket, Shutdown::Both);
         loop {
             match accept_with(socket, SocketFlags::CLOEXEC) {
@@ -167,7 +168,7 @@ impl Server {
         self.refused.add(socket);
     }
 
-    /// Has refused connections closed.
+    /// Starts a closer for refused connections, if necessary.
     fn close_refused(&mut self) {
         if let Err(error) = self.refused.close() {
             self.log_refusal(None, &error);
@@ -187,8 +188,7 @@ impl Server {
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
                 Err(error) => {
                     self.log_refusal(None, &error.into());
-                    // The listener stays readable. Trying again at once would only use the
-                    // processor.
+                    // The listener stays readable, so an immediate retry would only use CPU time.
                     std::thread::sleep(ACCEPT_PAUSE);
                     return;
                 }
@@ -201,14 +201,14 @@ impl Server {
         let PeerCredentials { uid, pid } = peer;
         match self.send_to_relay(uid, &Connection { kind, pid }, &socket) {
             Ok(()) => {
-                // It is the last reference only if the relay was killed meanwhile.
+                // This is the last reference only if the relay was killed meanwhile.
                 user_socket::close_reference(socket);
                 self.release_last(uid);
             }
             Err(error) => {
                 self.log_refusal(Some(uid), &error);
                 let refusal =
-                    Frame::Refused(format!("the agent takes no connections of user {uid}: {error}"));
+                    Frame::Refused(format!("the agent accepts no connections of user {uid}: {error}"));
                 let _closed = try_send_frame(&socket, &refusal, &[]);
                 self.refuse(socket);
             }
@@ -221,26 +221,26 @@ impl Server {
             let relay = self.relay_of(uid)?;
             match messages::send(&relay.connections, connection, &[], &[socket.as_fd()], SendFlags::DONTWAIT)
             {
-                // It ends because it had no connections, and has not taken this one.
+                // The relay ends because it had no connections, and has not received this one.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.forget_relay(uid),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(io::Error::other("its relay has not taken the connections before this one"));
+                    return Err(io::Error::other("its relay has not received earlier connections yet"));
                 }
                 sent => return sent,
             }
         }
     }
 
-    /// Tells the relay of a user that it may close the connection that it was sent last.
+    /// Notifies the relay of a user that it may close the connection that was sent to it last.
     fn release_last(&mut self, uid: u32) {
         let current = self.relays.get_mut(&uid).and_then(|relays| relays.current.as_mut());
         if current.is_some_and(|relay| relay.released.write_all(&[1]).is_err()) {
-            // Without a gateway the relay may close all.
+            // A relay without a gateway may close all connections.
             self.forget_relay(uid);
         }
     }
 
-    /// The relay that gets the connections of a user; starts one if there is none.
+    /// Returns the relay that receives the connections of a user. Starts one if there is none.
     fn relay_of(&mut self, uid: u32) -> io::Result<&RelayEnd> {
         if self.relays.get(&uid).is_none_or(|relays| relays.current.is_none()) {
             let current = self.start_relay(uid)?;
@@ -253,7 +253,7 @@ impl Server {
         self.relays.entry(uid).or_default().current = None;
     }
 
-    /// Starts a relay for a user. Returns the socket at which it gets connections.
+    /// Starts a relay for a user. Returns the gateway's end.
     fn start_relay(&mut self, uid: u32) -> io::Result<RelayEnd> {
         self.reap();
         let of_all: usize = self.relays.values().map(|relays| relays.processes.len()).sum();
@@ -261,7 +261,7 @@ impl Server {
         if of_user >= RELAYS_PER_USER_MAX {
             return Err(io::Error::other("its relays wait for the descriptors that it has sent"));
         }
-        // Not the id of one user: a user could keep all others out by its subordinate ids.
+        // Counts by owner: a user could use up all relays by its subordinate ids.
         let owner = owner(uid);
         let same_owner = self.relays.values().filter(|relays| relays.owner == owner);
         if same_owner.map(|relays| relays.processes.len()).sum::<usize>() >= RELAYS_PER_OWNER_MAX {
@@ -286,7 +286,7 @@ impl Server {
         Ok(RelayEnd { connections: gateway, released })
     }
 
-    /// Forgets relays that have ended.
+    /// Removes relays that have ended.
     fn reap(&mut self) {
         while let Ok(Some((process, _))) = waitpid(None, WaitOptions::NOHANG) {
             self.relays.retain(|_, relays| {
@@ -305,11 +305,12 @@ impl Server {
     }
 }
 
-/// Whether a user may connect at a listener. A child that has knocked gets its secret, and a
-/// process with that could listen at the socket's name later, as if it were the agent.
+/// Whether a user may connect at a listener. A child that has sent a connect-back request gets its
+/// secret, and a process with the secret could listen at the socket's name later, as if it were the
+/// agent.
 fn is_admitted(kind: ListenerKind, uid: u32) -> bool {
     match kind {
         ListenerKind::Own | ListenerKind::Shared => true,
-        ListenerKind::Knock { users, .. } => [uid, u32::MAX].iter().any(|user| users.contains(user)),
+        ListenerKind::ConnectBack { users, .. } => [uid, u32::MAX].iter().any(|user| users.contains(user)),
     }
 }

@@ -1,4 +1,4 @@
-//! Receiving from a socket whose other end a user has, and closing it.
+//! Operations on a socket whose other end a user has: receive and close.
 //!
 //! Only a process with one thread may use these functions, and only a relay [`close`].
 
@@ -12,10 +12,10 @@ use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_passcred;
 use rustix::net::{RecvFlags, Shutdown, shutdown};
 
-/// Longest wait for the last close of descriptors that a user has sent, in microseconds.
+/// Interval of the signals that interrupt the last close of a user's descriptors, in microseconds.
 const CLOSE_US_MAX: i64 = 20_000;
 
-/// The outcome of a look at a user's socket.
+/// The outcome of a receive from a user's socket.
 #[derive(Debug)]
 pub(crate) enum Received {
     /// No packet is waiting.
@@ -24,27 +24,27 @@ pub(crate) enum Received {
     Packet(Vec<u8>, Option<OwnedFd>),
     /// The user has closed the connection.
     Closed,
-    /// A packet with descriptors that it must not have. It is still in the queue.
+    /// A packet with forbidden descriptors, which is still in the queue.
     Refused,
-    /// Descriptors of a packet, one of which is no userfaultfd. Closing it may wait for ever.
+    /// Descriptors of a packet, one of which is no userfaultfd, and whose close may wait for ever.
     Foreign(Vec<OwnedFd>),
 }
 
-/// Has the kernel add to each packet the user that sends it. Sockets that are accepted at a
-/// listener inherit the setting.
-pub(crate) fn ask_for_senders(socket: impl AsFd) {
-    // Without it the sender is unknown, and no descriptor is received.
+/// Makes the kernel add the sending user to each packet. Sockets that are accepted at a listener
+/// inherit the setting.
+pub(crate) fn request_senders(socket: impl AsFd) {
+    // Without the setting the sender is unknown, and no descriptor is received.
     let _is_set = set_socket_passcred(socket, true);
 }
 
-/// Receives a packet of a connection that user `uid` has made, without waiting.
+/// Receives a packet of a connection of user `uid`, without waiting.
 ///
-/// A descriptor is received only if it can be one that the daemon wants: closing one that was
-/// received runs the `flush` of its file, and that of a file in FUSE waits for the user. And only
-/// from that user or root: a program of root may have become another user since, and a descriptor
-/// that cannot be closed ends the relay.
+/// A descriptor is received only if the daemon may need it, because the close of a received
+/// descriptor runs the `flush` of its file, which waits for the user if the file is in FUSE. It is
+/// received only from `uid` or root: a program of root may have become another user since, and a
+/// descriptor that cannot be closed ends the relay.
 ///
-/// `may_carry` says whether a frame is one that brings a userfaultfd.
+/// `may_carry` is whether a frame may carry a userfaultfd.
 pub(crate) fn receive(
     socket: &OwnedFd,
     uid: u32,
@@ -57,7 +57,7 @@ pub(crate) fn receive(
         Ok(peeked) => peeked,
     };
     if !peeked.has_more_descriptors {
-        // A shorter buffer cuts the packet, and the parser refuses what is too long.
+        // A shorter buffer cuts the packet, and the parser refuses a packet that is too long.
         return match rustix::net::recv(socket, &mut *buffer, RecvFlags::DONTWAIT) {
             Ok((len, _)) => Received::Packet(buffer[..len].to_vec(), None),
             Err(_) => Received::Closed,
@@ -70,12 +70,12 @@ pub(crate) fn receive(
     receive_userfaultfd(socket, buffer)
 }
 
-/// Whether a frame is the first one of a program, with the userfaultfd of its memory.
+/// Whether a frame is the first frame of a program, with the userfaultfd of its memory.
 pub(crate) fn is_program_hello(frame: &Frame) -> bool {
     matches!(frame, Frame::Hello(hello) if !hello.is_child)
 }
 
-/// Whether a frame brings the userfaultfd of a segment, at a connection for segments.
+/// Whether a frame carries the userfaultfd of a segment, at a connection for segments.
 pub(crate) fn is_serve_call(frame: &Frame) -> bool {
     matches!(
         frame,
@@ -83,34 +83,34 @@ pub(crate) fn is_serve_call(frame: &Frame) -> bool {
     )
 }
 
-/// A packet that stays in the queue, as a peek shows it.
+/// The result of a peek: a packet that stays in the queue.
 struct Peeked {
     /// The length of the packet, as far as the buffer has room.
     len: usize,
-    /// The real user of the process that has sent it, if the kernel has noted that.
+    /// The real user of the process that has sent the packet, if the kernel has recorded it.
     sender: Option<u32>,
-    /// The descriptors of the packet, as many as were asked for.
+    /// The descriptors of the packet, up to the requested number.
     descriptors: Vec<OwnedFd>,
     has_more_descriptors: bool,
 }
 
-/// Room for the control message with the sender, and for one with `descriptors` descriptors, in
+/// Size of the control message with the sender, and of a message with `descriptors` descriptors, in
 /// bytes.
 fn control_room(descriptors: usize) -> usize {
     let space = |bytes: usize| {
         let bytes = u32::try_from(bytes).expect("messages with few descriptors are small");
-        // SAFETY: it only calculates.
+        // SAFETY: the function only calculates.
         unsafe { libc::CMSG_SPACE(bytes) as usize }
     };
     let of_descriptors = if descriptors == 0 { 0 } else { space(descriptors * size_of::<RawFd>()) };
     space(size_of::<libc::ucred>()) + of_descriptors
 }
 
-/// Looks at the next packet, without waiting. Receives at most `descriptors_max` of its
-/// descriptors, and one more if the kernel rounds the room up.
+/// Peeks at the next packet, without waiting. Receives at most `descriptors_max` of its
+/// descriptors, and one more if the kernel rounds the size up.
 ///
-/// It calls libc: for a sender in another PID namespace the kernel gives the process number 0,
-/// which rustix does not represent.
+/// Calls libc, because the process number of a sender in another PID namespace is 0, which rustix
+/// does not represent.
 fn peek(socket: &OwnedFd, buffer: &mut [u8], descriptors_max: usize) -> Result<Peeked, Errno> {
     let mut control = [0u64; 16];
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
@@ -148,7 +148,7 @@ fn peek(socket: &OwnedFd, buffer: &mut [u8], descriptors_max: usize) -> Result<P
             }
             message = libc::CMSG_NXTHDR(&raw const header, message);
         }
-        // Without room for all descriptors, the kernel says that it has cut them.
+        // The kernel sets this flag if there was no room for all descriptors.
         let has_more_descriptors = header.msg_flags & libc::MSG_CTRUNC != 0;
         Ok(Peeked { len, sender, descriptors, has_more_descriptors })
     }
@@ -163,7 +163,7 @@ fn receive_userfaultfd(socket: &OwnedFd, buffer: &mut [u8]) -> Received {
     }
     match descriptors.pop() {
         Some(userfaultfd) if descriptors.is_empty() && !has_more_descriptors => {
-            // What the kernel drops here is not the last reference.
+            // The kernel drops a reference to the descriptor, which is not the last one.
             let _ = rustix::net::recv(socket, &mut [0; 1], RecvFlags::DONTWAIT);
             Received::Packet(buffer[..len].to_vec(), Some(userfaultfd))
         }
@@ -180,8 +180,8 @@ fn is_userfaultfd(descriptor: &OwnedFd) -> bool {
 
 /// Whether a socket that refuses descriptors has no packet in its queue.
 ///
-/// A sender that the socket did not refuse may still be putting its packet there. A look at an
-/// empty queue waits for it, and the next look sees the packet.
+/// A sender that the socket did not refuse may still be adding its packet. The first peek at an
+/// empty queue waits for the sender, and the second peek sees the packet.
 pub(crate) fn is_drained(socket: &OwnedFd) -> bool {
     let is_empty = || matches!(peek(socket, &mut [0; 1], 0), Err(Errno::AGAIN | Errno::INTR));
     is_empty() && is_empty()
@@ -189,12 +189,12 @@ pub(crate) fn is_drained(socket: &OwnedFd) -> bool {
 
 /// Closes a user's socket, with the packets in its queue.
 pub(crate) fn close(socket: OwnedFd) {
-    // From now on nothing can be sent to it.
+    // No process can send to the socket any more.
     let _was_closed = shutdown(&socket, Shutdown::Both);
     close_reference(socket);
 }
 
-/// Closes a reference to a user's socket, which may be the last one. If that waits, a signal
+/// Closes a reference to a user's socket, which may be the last one. If the close waits, a signal
 /// interrupts it: the kernel does not let a socket linger then.
 pub(crate) fn close_reference(socket: OwnedFd) {
     set_alarm(CLOSE_US_MAX);
@@ -210,7 +210,7 @@ fn set_alarm(interval_us: i64) {
     unsafe { libc::setitimer(libc::ITIMER_REAL, &raw const timer, std::ptr::null_mut()) };
 }
 
-/// Lets SIGALRM interrupt system calls of this process, and do nothing else.
+/// Installs an empty handler, so that SIGALRM only interrupts system calls of this process.
 pub(crate) fn catch_alarm() {
     extern "C" fn ignore(_signal: libc::c_int) {}
     // SAFETY: an all-zero sigaction is a valid object; the handler does nothing, so it may run at
@@ -222,5 +222,5 @@ pub(crate) fn catch_alarm() {
     }
 }
 
-/// Room for the longest packet, and one byte that shows that a packet is longer.
+/// Size of the longest packet in bytes, plus one byte to detect a longer packet.
 pub(crate) const BUFFER_BYTES: usize = FRAME_BYTES_MAX + 1;

@@ -11,8 +11,8 @@ use aquifer_ipc::{Frame, SetLimit};
 
 use aquifer_report::{AgentStatus, RunStatistics};
 
-/// Longest time to wait for an answer. For a status, the agent queries its nodes first, and waits
-/// up to 5 s for a node that hangs.
+/// Timeout of an answer. Before it sends a status, the agent queries its nodes, and waits up to 5 s
+/// for a node that hangs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
 const UNEXPECTED_FRAME: &str =
     "the agent has answered with an unexpected frame; use an agent of the same build";
@@ -28,7 +28,7 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
 /// Changes the limit of the run that a process belongs to. Returns the run's statistics afterwards.
 ///
 /// # Errors
-/// If no agent listens there, with what to do; or the agent refuses.
+/// If no agent listens there, with advice, or if the agent refuses.
 pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStatistics> {
     let socket = connect(path).map_err(|error| {
         if error.kind() == io::ErrorKind::PermissionDenied {
@@ -76,7 +76,8 @@ pub fn status_within(path: &Path, timeout: Duration) -> io::Result<Option<AgentS
 /// Asks an agent about segments; `None` if no agent listens there.
 ///
 /// # Errors
-/// Why the agent refuses; or if no answer of an agent of this build arrives in time.
+/// The agent's reason for a refusal, or an error if no answer of an agent of this build arrives in
+/// time.
 pub fn segments(path: &Path, call: &Call) -> io::Result<Option<Answer>> {
     let socket = match connect(path) {
         Ok(socket) => socket,
@@ -93,8 +94,8 @@ pub fn segments(path: &Path, call: &Call) -> io::Result<Option<Answer>> {
     }
 }
 
-/// All segments of an agent's host that the caller may see, and what the host has done; `None` if
-/// no agent listens there.
+/// Requests the segments of an agent's host that are visible to the caller, and the host's totals;
+/// `None` if no agent listens there.
 ///
 /// # Errors
 /// Those of [`segments`].
@@ -116,8 +117,8 @@ pub fn segment_report(path: &Path) -> io::Result<Option<(Vec<SegmentStatus>, Seg
     }
 }
 
-/// The copies of segments on memory nodes, those that the caller may see; `None` if no agent
-/// listens there.
+/// Requests the copies of segments on memory nodes that are visible to the caller; `None` if no
+/// agent listens there.
 ///
 /// # Errors
 /// Those of [`segments`].
@@ -139,7 +140,7 @@ pub fn copies_report(path: &Path) -> io::Result<Option<Vec<CopiesStatus>>> {
     }
 }
 
-/// Sends a request and waits for the answer, for a limited time: an agent that hangs still has an
+/// Sends a request and waits for the answer until the timeout: an agent that hangs still has an
 /// open socket.
 fn request(socket: &OwnedFd, request: &Frame) -> io::Result<Frame> {
     request_within(socket, request, ANSWER_TIMEOUT)

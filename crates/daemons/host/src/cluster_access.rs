@@ -1,4 +1,4 @@
-//! What the server of a swap device gets from the agent of its machine.
+//! Access to the cluster that the server of a swap device requests from the agent of its machine.
 //!
 //! Such a server is a process and a host of its own, with a host number and a lease. It needs the
 //! agent only when it starts: for the address of the directory and for the cluster key. While it
@@ -17,17 +17,17 @@ use aquifer_ipc::Frame;
 use aquifer_report::RunStatistics;
 use serde::{Deserialize, Serialize};
 
-/// How long an agent may take to answer. One that is stopped must not stop swap devices.
+/// Timeout of an agent's answer. A stopped agent must not stop swap devices.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What another process of this machine needs to reach the memory nodes.
+/// The access data that another process of this machine needs to reach the memory nodes.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClusterAccess {
     /// Description of the directory, as the command line that started the agent has it.
     pub directory: String,
     /// True if the traffic with nodes on other machines is encrypted.
     pub encrypt: bool,
-    /// True if the agent takes a [`SwapReport`]; older agents do not.
+    /// True if the agent accepts a [`SwapReport`]; older agents do not.
     #[serde(default)]
     pub takes_reports: bool,
     /// The cluster key in hexadecimal digits, if the cluster has one.
@@ -42,7 +42,7 @@ impl std::fmt::Debug for ClusterAccess {
     }
 }
 
-/// What a swap server reports to the agent, as [`Frame::Statistics`].
+/// The report of a swap server to the agent, sent as [`Frame::Statistics`].
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct SwapReport {
     /// The server's number in the cluster.
@@ -81,7 +81,7 @@ pub enum ClusterAccessError {
     /// The answer could not be received.
     #[error("the agent's answer cannot be read: {0}")]
     Receive(ReceiveError),
-    /// The answer is not what this build expects.
+    /// The answer cannot be parsed by this build.
     #[error("the agent's answer cannot be parsed: {0}; use an agent of the same build")]
     Parse(serde_json::Error),
     /// The answer is a frame of another kind.
@@ -99,7 +99,7 @@ pub struct MalformedKey;
 /// The caller must keep the connection open: [`Frame::Ended`] arrives there when the agent stops.
 ///
 /// # Errors
-/// If no agent listens, or it refuses or answers with something else.
+/// If no agent listens, or the agent refuses or sends an unexpected answer.
 pub fn request_cluster_access(path: &Path) -> Result<(OwnedFd, ClusterAccess), ClusterAccessError> {
     let socket = connect(path).map_err(|_| ClusterAccessError::NoAgent { path: path.to_owned() })?;
     send_frame(&socket, &Frame::ClusterAccessRequest, &[]).map_err(ClusterAccessError::Send)?;
@@ -127,7 +127,7 @@ impl ClusterAccess {
     /// The cluster key, if the cluster has one.
     ///
     /// # Errors
-    /// If it is malformed.
+    /// If the key is malformed.
     pub fn key(&self) -> Result<Option<ClusterKey>, MalformedKey> {
         self.key.as_deref().map(parse_key).transpose()
     }

@@ -23,17 +23,17 @@ pub trait HostEnvironment: Send + Sync + Debug {
         identity: Identity,
     ) -> Result<Box<dyn Endpoint>, EndpointError>;
 
-    /// Whether an attempt to connect may block. If so, threads connect again to nodes that were
-    /// away; otherwise the thread that polls the endpoint does.
+    /// Whether an attempt to connect may block. If so, separate threads reconnect to nodes that
+    /// were away; otherwise the thread that polls the endpoint does.
     fn is_blocking(&self) -> bool {
         true
     }
 }
 
-/// The clock of this machine, and its networks.
+/// The clock and the networks of this machine.
 #[derive(Debug)]
 pub(crate) struct SystemEnvironment {
-    /// Required by nodes on other machines.
+    /// The cluster key, required by nodes on other machines.
     pub key: Option<ClusterKey>,
     pub options: ConnectOptions,
 }

@@ -18,19 +18,19 @@ use crate::nodes::NodeRegistry;
 
 /// Interval between checks for scans that are due.
 const TICK: Duration = Duration::from_millis(100);
-/// Scans of a node that is suspected of leaks. The second one finds extents whose ledger entries
-/// were removed a little later than the first one ran.
+/// Number of scans of a suspect node. The second one finds extents whose ledger entries were
+/// removed a little later than the first one ran.
 const SCANS: u32 = 2;
 /// Time from the first scan of a node to the second.
-const SECOND_SCAN_AFTER: Duration = Duration::from_secs(10);
+const SECOND_SCAN_DELAY: Duration = Duration::from_secs(10);
 /// Time from a failed scan to the next attempt.
-const RETRY_AFTER: Duration = Duration::from_secs(5);
-/// Most polls for the end of operations that were in flight when the scan began.
+const RETRY_DELAY: Duration = Duration::from_secs(5);
+/// Maximum number of polls for the end of operations that were in flight when the scan began.
 const POLLS_MAX: u32 = 200;
 /// Interval between these polls.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A thread that scans suspected nodes, until it is dropped.
+/// A thread that scans suspect nodes. The thread ends when this is dropped.
 #[derive(Debug)]
 pub struct LeakScanner {
     stop: Arc<AtomicBool>,
@@ -41,7 +41,7 @@ impl LeakScanner {
     /// Starts the thread. With `suspects_all` it also scans each node when it is first present,
     /// because an earlier agent of this host may have leaked extents there.
     ///
-    /// Extents that this host owns by now must be in their ledgers: others are freed.
+    /// Extents that this host owns now must be in their ledgers: the scan frees all others.
     ///
     /// # Errors
     /// If the thread cannot be started.
@@ -64,7 +64,7 @@ impl Drop for LeakScanner {
     }
 }
 
-/// When a node is scanned next, and how many scans are left.
+/// The time of a node's next scan, and the number of scans that are left.
 #[derive(Clone, Copy)]
 struct ScheduledScan {
     at: Instant,
@@ -76,7 +76,7 @@ struct LeakScanWorker {
     tenant: Tenant,
     stop: Arc<AtomicBool>,
     schedule: BTreeMap<NodeId, ScheduledScan>,
-    /// Nodes that were present at some time. `None` if nodes are not scanned when they are first
+    /// Nodes that were present at some time; `None` if nodes are not scanned when they are first
     /// present.
     seen: Option<BTreeSet<NodeId>>,
 }
@@ -124,7 +124,7 @@ impl LeakScanWorker {
                     tracing::info!(node = node.0, extents, chunks, spans, "freed leaked extents");
                 }
                 scheduled.scans_left -= 1;
-                scheduled.at = Instant::now() + SECOND_SCAN_AFTER;
+                scheduled.at = Instant::now() + SECOND_SCAN_DELAY;
                 if scheduled.scans_left == 0 {
                     self.schedule.remove(&node);
                 }
@@ -133,13 +133,13 @@ impl LeakScanWorker {
                 if scheduled.scans_left == SCANS {
                     tracing::debug!(node = node.0, %error, "leak scan failed; retrying");
                 }
-                scheduled.at = Instant::now() + RETRY_AFTER;
+                scheduled.at = Instant::now() + RETRY_DELAY;
             }
         }
     }
 }
 
-/// Scans one node and frees the leaked extents. Returns what was freed.
+/// Scans one node and frees the leaked extents. Returns their numbers.
 fn scan(
     nodes: &NodeRegistry,
     tenant: Tenant,

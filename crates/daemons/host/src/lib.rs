@@ -1,14 +1,14 @@
-//! What every host of the pool does in the cluster, the agent and the server of a swap device
-//! alike.
+//! The parts of a host of the pool that the agent and the server of a swap device share.
 //!
 //! - [`membership`]: a host number under a lease, and the watch over the memory nodes.
 //! - [`nodes`]: the memory nodes, and connections to them.
-//! - [`node_updates`]: keeps them up to date with the directory.
+//! - [`node_updates`]: keeps the nodes up to date with the directory.
 //! - [`recovery`]: frees what dead hosts owned.
 //! - [`leak_scan`]: frees extents of this host that no part of the host has recorded.
-//! - [`cluster_access`]: what the server of a swap device gets from the agent of its machine.
+//! - [`cluster_access`]: access to the cluster that the server of a swap device requests from the
+//!   agent of its machine.
 //! - [`environment`]: the clock and the connections of a host, which a simulator replaces.
-//! - [`client`]: requests to that agent.
+//! - [`client`]: requests to the agent of this machine.
 
 #![forbid(unsafe_code)]
 

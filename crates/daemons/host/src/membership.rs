@@ -22,7 +22,8 @@ use crate::nodes::NodeRegistry;
 const LEASE_TTL: Duration = Duration::from_secs(15);
 /// Interval between keep-alives.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
-/// Interval between keep-alives while they fail: a short cut must not cost the lease.
+/// Interval between keep-alives while they fail, so that a short interruption of the network does
+/// not end the lease.
 const KEEP_ALIVE_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
@@ -41,7 +42,7 @@ pub enum MembershipError {
 /// Lease keep-alives.
 #[derive(Debug)]
 pub struct LeaseEvents {
-    /// When the last one that succeeded was sent.
+    /// The time when the last successful keep-alive was sent.
     renewed: Mutex<BootInstant>,
     /// Keep-alives that succeeded.
     pub renewals: AtomicU64,
@@ -58,7 +59,7 @@ impl LeaseEvents {
         self.renewed.lock()
     }
 
-    /// Whether the lease lasts for sure: it was renewed within its lifetime.
+    /// Whether the lease is known to be valid: it was renewed within its lifetime.
     #[must_use]
     pub fn lasts(&self) -> bool {
         self.renewed().elapsed() < LEASE_TTL
@@ -128,19 +129,19 @@ impl Membership {
         &self.directory
     }
 
-    /// This host's record in the directory.
+    /// The host's record in the directory.
     #[must_use]
     pub fn record(&self) -> &AgentRecord {
         &self.record
     }
 
-    /// This host's number.
+    /// The host's number.
     #[must_use]
     pub fn host(&self) -> Host {
         Host(self.record.host)
     }
 
-    /// This host's lease.
+    /// The host's lease.
     #[must_use]
     pub fn lease(&self) -> Lease {
         self.lease
@@ -243,16 +244,16 @@ fn keep_alive(
 /// The outcome of a keep-alive.
 #[derive(Debug)]
 pub enum Renewal {
-    /// It lasts.
+    /// The lease is renewed.
     Renewed,
-    /// It has ended: nodes refuse the host.
+    /// The lease has ended: nodes refuse the host.
     Ended,
-    /// The directory does not answer. The host goes on: as long as no node has fenced it, nothing
-    /// of what it owns is freed.
+    /// The directory does not answer. The host continues: as long as no node has fenced it, none of
+    /// its memory is freed.
     Unknown(DirectoryError),
 }
 
-/// Keeps a host's lease alive.
+/// Sends one keep-alive for a host's lease.
 pub fn renew(directory: &dyn Directory, lease: Lease) -> Renewal {
     match directory.lease_keep_alive(lease.id) {
         Ok(()) => Renewal::Renewed,
@@ -262,16 +263,16 @@ pub fn renew(directory: &dyn Directory, lease: Lease) -> Renewal {
     }
 }
 
-/// Whether the next process of a host repeats a request after this failure, to take over from the
-/// process before. If so, it pauses before it returns.
+/// Returns whether the next process of a host repeats the request that failed, to take over from
+/// the previous process. If so, pauses before it returns.
 #[must_use]
 pub fn wait_to_resume(retries: &DirectoryRetries, error: &DirectoryError) -> bool {
     let is_repeated = repeats_resume(retries, error, Instant::now());
     is_repeated && retries.wait_to_repeat(error)
 }
 
-/// Whether the next process of a host repeats a request after this failure at `now`: nothing of the
-/// host is freed in its grace time, so the process must not fail before.
+/// Returns whether the next process of a host repeats a request that failed at `now`. No memory of
+/// the host is freed in its grace time, so the process must not fail before.
 #[must_use]
 pub fn repeats_resume(retries: &DirectoryRetries, error: &DirectoryError, now: Instant) -> bool {
     retries.repeats(error, now) && !Mutation::TryOnce.is_active()

@@ -1,4 +1,4 @@
-//! The mutations of what a host does in the cluster: steps that a test breaks on purpose.
+//! The mutations of a host's protocol steps in the cluster, which a test breaks on purpose.
 
 aquifer_mutation::mutations! {
     /// A step that is omitted or done wrong.

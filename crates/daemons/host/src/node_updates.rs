@@ -10,7 +10,7 @@ use crate::nodes::NodeRegistry;
 
 /// The watch that keeps a [`NodeRegistry`] up to date.
 ///
-/// It has no thread: its caller calls [`NodeUpdates::step`] again and again.
+/// The watch has no thread: the caller calls [`NodeUpdates::step`] repeatedly.
 #[derive(Debug)]
 pub struct NodeUpdates {
     directory: Arc<dyn Directory>,
@@ -41,8 +41,8 @@ impl NodeUpdates {
         })
     }
 
-    /// Applies the next event, for which it waits for at most `timeout`. If the watch has failed,
-    /// lists the nodes first, and watches again. Returns false if the watch fails now.
+    /// Waits for the next event for at most `timeout`, and applies it. If the watch has failed,
+    /// lists the nodes first, and starts another watch. Returns false if the watch fails now.
     pub fn step(&mut self, timeout: Duration) -> bool {
         if std::mem::take(&mut self.has_failed) {
             self.list();

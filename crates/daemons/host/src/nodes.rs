@@ -30,7 +30,7 @@ use view::{NodeState, NodeView};
 
 use crate::environment::{HostEnvironment, SystemEnvironment};
 
-/// The memory nodes that the directory has, and how this host connects to them.
+/// The memory nodes of the directory, and this host's connections to them.
 ///
 /// [`Membership::watch_nodes`](crate::membership::Membership::watch_nodes) keeps it up to date.
 #[derive(Debug)]
@@ -41,24 +41,24 @@ pub struct NodeRegistry {
     environment: Arc<dyn HostEnvironment>,
     after_fence: AfterFence,
     view: RwLock<NodeView>,
-    /// When the latest listing began that shows what became of nodes that are away.
+    /// The start of the latest listing that was made because of nodes that are away.
     listed_at: Mutex<Option<Instant>>,
     /// Nodes with kept memory to which a tenant of this host has connected.
     contacts: Mutex<BTreeMap<(NodeId, Tenant), Contact>>,
-    /// Why each node could not be connected to at the last attempt, if it could not.
+    /// The errors of nodes whose last connection attempt failed.
     failures: Mutex<BTreeMap<NodeId, String>>,
-    /// Whether any node was connected to since this registry exists.
+    /// Whether any connection has succeeded since this registry exists.
     has_connected: AtomicBool,
     shares: EndpointShares,
-    /// The shares to which endpoints are charged, if they are.
+    /// The shares to which endpoints are charged, once they are set.
     descriptors: OnceLock<Arc<DescriptorShares>>,
-    /// Limits the log lines about connections that wait.
+    /// Limits the log lines about waiting connections.
     waits: Mutex<FailureLog>,
     leak_detector: Arc<LeakDetector>,
 }
 
-/// What a tenant's last connection to a node has shown; enough to queue operations while the node
-/// is away.
+/// Description of the target of a tenant's last connection to a node, by which operations can be
+/// queued while the node is away.
 #[derive(Clone, Debug)]
 struct Contact {
     target: TargetDescription,
@@ -83,7 +83,7 @@ impl NodeRegistry {
         )
     }
 
-    /// Creates a registry without nodes, with a given clock and way to connect.
+    /// Creates a registry without nodes in a given environment.
     #[must_use]
     pub fn in_environment(
         directory: Arc<dyn Directory>,
@@ -148,8 +148,8 @@ impl NodeRegistry {
         view.apply_event(NodeId(number), record.as_ref(), event.revision, now);
     }
 
-    /// Reads from the directory which memory existed before this process. Its nodes are waited for
-    /// if they are away.
+    /// Reads the lives of nodes from the directory that began before this process. Callers wait for
+    /// these nodes if they are away.
     ///
     /// # Errors
     /// Those of the directory.
@@ -162,7 +162,7 @@ impl NodeRegistry {
     /// Connects to each of `nodes` whose memory is kept, to wait until it answers or its memory is
     /// lost. Nodes without kept memory are skipped.
     ///
-    /// Returns nothing: a node that has not returned is logged.
+    /// A node that has not returned is logged.
     pub fn wait_for_return_of(&self, nodes: &BTreeSet<NodeId>) {
         for node in nodes {
             let is_kept = match self.state(*node, self.now()) {
@@ -174,7 +174,7 @@ impl NodeRegistry {
                 NodeState::Suspect(_) | NodeState::Unknown => false,
             };
             // A node that has just died is in the directory until its lease ends, so only a
-            // connection shows whether it is present.
+            // connection shows whether the node is present.
             if is_kept && let Err(error) = self.connect(*node, self.identity.tenant) {
                 tracing::warn!(node = node.0, %error, "memory node did not return within its grace time");
             }
@@ -183,11 +183,11 @@ impl NodeRegistry {
 
     /// Checks that there are at least `wanted` nodes.
     ///
-    /// If too few are known, it lists them in the directory: a watch may be a little behind what
-    /// the user who started a node has seen.
+    /// If too few are known, lists the nodes in the directory: the watch may be late, and a user
+    /// may have started a node just before.
     ///
     /// # Errors
-    /// The number of nodes, if it is less.
+    /// The number of nodes, if it is smaller.
     pub fn require(&self, wanted: usize) -> Result<(), usize> {
         if self.count() >= wanted {
             return Ok(());
@@ -211,7 +211,7 @@ impl NodeRegistry {
         self.read_view().present().collect()
     }
 
-    /// The nodes that have left the directory since this registry exists, and for how long.
+    /// The nodes that have left the directory since this registry exists, with the time since then.
     #[must_use]
     pub fn missing(&self) -> Vec<(NodeId, Duration)> {
         let now = self.now();
@@ -219,7 +219,7 @@ impl NodeRegistry {
         self.read_view().missing().map(|(node, left_at)| (node, since(left_at))).collect()
     }
 
-    /// This host's number in the pool.
+    /// The host's number in the pool.
     #[must_use]
     pub const fn host(&self) -> Host {
         self.identity.host
@@ -263,7 +263,8 @@ impl NodeRegistry {
         pool
     }
 
-    /// Why registered nodes could not be connected to at the last attempt; `None` if all could.
+    /// The errors of registered nodes whose last connection attempt failed; `None` if none has
+    /// failed.
     #[must_use]
     pub fn connection_failure(&self) -> Option<String> {
         let failures = self.failures.lock();
@@ -271,15 +272,15 @@ impl NodeRegistry {
         failed.map(|(node, reason)| format!("memory node {}: {reason}", node.0))
     }
 
-    /// Why a registered node could not be connected to at the last attempt; `None` if it could, or
-    /// if there was no attempt.
+    /// The error of a registered node's last connection attempt; `None` if it succeeded, or if
+    /// there was no attempt.
     #[must_use]
     pub fn failure_of(&self, node: NodeId) -> Option<String> {
         self.failures.lock().get(&node).cloned()
     }
 
-    /// Why no node will ever accept this host, such as another cluster key; `None` if one has
-    /// accepted it, or may do so later.
+    /// The reason why no node will ever accept this host, such as another cluster key; `None` if a
+    /// node has accepted the host, or may do so later.
     #[must_use]
     pub fn lasting_failure(&self, tenant: u32) -> Option<String> {
         if self.has_connected.load(Relaxed) {

@@ -1,8 +1,8 @@
 //! Recovery: frees what dead hosts owned.
 //!
 //! A host is dead when its lease has ended. A host that recovers it claims its number under a lease
-//! of its own. So no two hosts recover it at the same time, memory nodes fence what the dead host
-//! still has in flight, and if the recovering host dies, too, the number can be claimed again.
+//! of its own. So no two hosts recover it at the same time, and memory nodes fence the dead host's
+//! operations in flight. If the recovering host dies, too, the number can be claimed again.
 
 mod claim;
 mod grace;
@@ -22,15 +22,16 @@ pub use claim::RecoveryClaim;
 use grace::GraceTimes;
 pub use worker::RecoveryWorker;
 
-/// Lifetime of a recovering host's lease without a keep-alive; other hosts wait for as long.
+/// Lifetime of a recovering host's lease without a keep-alive. If that host dies, other hosts wait
+/// for this time.
 const LEASE_TTL: Duration = Duration::from_secs(15);
 /// Interval between queries for dead hosts.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 
-/// A thread that recovers dead hosts, until it is dropped. It then finishes the node at which it
-/// is, and leaves the rest to other hosts.
+/// A thread that recovers dead hosts. When this is dropped, the thread finishes its present node,
+/// and leaves the other nodes to other hosts.
 #[derive(Debug)]
 pub struct Recovery {
     stop: Arc<AtomicBool>,

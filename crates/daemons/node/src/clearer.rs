@@ -13,10 +13,10 @@ use aquifer_pool::NodeMemory;
 use crate::self_client::{SelfClient, SelfClientError, allocate_group};
 use crate::shutdown::Shutdown;
 
-/// Most sections that are cleared in one turn: 256 MiB.
+/// Maximum number of sections that are cleared in one turn: 256 MiB.
 const SECTIONS_PER_TURN: u32 = 128;
 
-/// A section as it was in the last turn.
+/// The state of a section in the last turn.
 #[derive(Clone, Copy, Default)]
 struct SeenSection {
     word: u64,
@@ -33,7 +33,7 @@ pub(crate) struct Clearer {
 }
 
 impl Clearer {
-    /// Creates a clearer, which counts what it clears in `cleared_bytes`.
+    /// Creates a clearer, which counts the cleared bytes in `cleared_bytes`.
     pub fn new(node_memory: NodeMemory, target: Arc<dyn Target>, cleared_bytes: Arc<AtomicU64>) -> Self {
         let seen = vec![SeenSection::default(); node_memory.layout.sections() as usize];
         Self { node_memory, target, seen, cleared_bytes }
@@ -69,7 +69,7 @@ impl Clearer {
         stop: &Shutdown,
     ) -> Result<(), SelfClientError> {
         let outcome = self.clear_free_groups(section, client, stop);
-        // Other sections must not wait for a damaged one.
+        // A damaged section must not delay other sections.
         let is_damaged = outcome.as_ref().is_err_and(SelfClientError::is_damage);
         self.seen[section as usize].is_clear =
             is_damaged || self.node_memory.find_uncleared(section).is_none();

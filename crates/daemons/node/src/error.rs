@@ -1,4 +1,4 @@
-//! Why a node cannot serve.
+//! The errors of a node.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ pub enum NodeError {
     /// The machine has too little memory available.
     #[error(
         "cannot lend {asked} bytes: only {available} bytes of memory are available; lend less, or stop \
-         something else"
+        other programs"
     )]
     NoMemory {
         /// Requested memory.
@@ -56,7 +56,7 @@ pub enum NodeError {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The lent memory is to change at run time, and the fabric pins it.
+    /// The options request changes of the lent memory at run time, but the fabric pins memory.
     #[error("{fabric} pins memory at registration: --memory-max and --keep-free are not supported")]
     Pinned {
         /// Name of the fabric.

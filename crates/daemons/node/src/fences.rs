@@ -1,4 +1,4 @@
-//! Which hosts must be fenced, from their leases in the directory.
+//! Determines which hosts must be fenced, from their leases in the directory.
 //!
 //! Pure: no I/O and no clock.
 
@@ -22,7 +22,7 @@ pub struct LiveHosts {
 }
 
 impl LiveHosts {
-    /// Starts with the hosts that an earlier process has seen. The next listing shows whose leases
+    /// Starts with the hosts that an earlier process has seen. The next listing shows which leases
     /// have ended since.
     #[must_use]
     pub const fn new(epochs: BTreeMap<Host, u64>) -> Self {
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_lease_fences_the_old_one_and_late_news_of_an_old_lease_changes_nothing() {
+    fn a_new_lease_fences_the_old_one_and_a_late_event_of_an_old_lease_changes_nothing() {
         let mut hosts = LiveHosts::default();
         hosts.add(Host(1), 7);
         assert_eq!(hosts.add(Host(1), 9), Some(fence(1, 8)));

@@ -13,10 +13,10 @@ use aquifer_ipc::{Frame, HoldSpans};
 use crate::heap_spans::HeapSpans;
 use crate::shutdown::Shutdown;
 
-/// Longest time in which a request to stop goes unnoticed, and interval of attempts to hold what
-/// could not be held.
+/// Longest time in which a request to stop goes unnoticed, and interval between attempts to hold
+/// memory that was not free.
 const TICK: Duration = Duration::from_millis(100);
-/// Why a node does not hold memory for heaps.
+/// The reason why a node with pinned memory holds none for heaps.
 pub(crate) const PINNED: &str = "the memory of this node is pinned, so it cannot lend part of it to heaps";
 
 /// The thread that serves the socket. It ends when this is dropped.
@@ -31,7 +31,7 @@ impl HeapSocket {
     /// Serves at a path. Without `spans` all requests are refused.
     ///
     /// # Errors
-    /// If the socket cannot be made.
+    /// If the socket cannot be created.
     pub fn start(path: &Path, spans: Option<HeapSpans>) -> io::Result<Self> {
         let listener = listen_at(path, 0o600)?;
         let stop = Shutdown::new();
@@ -65,9 +65,9 @@ struct Server {
     service: Option<OwnedFd>,
     /// Whether a service has ever connected to this process.
     has_served: bool,
-    /// What the service has asked for last.
+    /// The last request of the service.
     goal: HoldSpans,
-    /// When all is freed, while there is no service.
+    /// The time when all spans are freed; `Some` after the service has ended.
     release_at: Option<Instant>,
 }
 
@@ -76,7 +76,7 @@ impl Server {
         while !stop.is_requested() {
             let sockets: Vec<&OwnedFd> = std::iter::once(&self.listener).chain(&self.service).collect();
             if wait_readable(&sockets, TICK).is_err() {
-                // It is tried again, but not at once.
+                // Retried after a pause.
                 let _ = stop.wait(TICK);
             }
             if is_readable(&self.listener) {
@@ -84,7 +84,7 @@ impl Server {
             }
             match &self.service {
                 Some(service) if is_readable(service) => self.answer(),
-                _ => self.tend(),
+                _ => self.update_held(),
             }
         }
     }
@@ -102,7 +102,7 @@ impl Server {
         }
     }
 
-    /// Answers the service, or notices that it has ended.
+    /// Answers a request of the service. If the connection has ended, sets the time of the release.
     fn answer(&mut self) {
         let Some(service) = self.service.take() else { return };
         if let Ok((Frame::HoldSpans(goal), _)) = receive_frame(&service) {
@@ -119,19 +119,20 @@ impl Server {
         self.release_at = Instant::now().checked_add(Duration::from_millis(self.goal.kept_ms));
     }
 
-    /// Holds what could not be held before, and nothing if there has been no service for long.
-    fn tend(&mut self) {
+    /// Tries to hold the requested memory that was not free before. Frees all once the time of the
+    /// release has passed.
+    fn update_held(&mut self) {
         if self.release_at.is_some_and(|at| Instant::now() >= at) {
             self.goal.spans = 0;
             self.release_at = None;
         }
-        // A node whose machine serves no heaps does nothing here.
+        // A node whose machine has no service of heaps never holds memory.
         if self.has_served && (self.service.is_some() || self.release_at.is_none()) {
             self.hold();
         }
     }
 
-    /// Holds what is asked for. Returns how much is held; `None` if the memory is pinned.
+    /// Holds the requested spans. Returns the number of held spans; `None` if the memory is pinned.
     fn hold(&mut self) -> Option<u32> {
         Some(self.spans.as_mut()?.hold(self.goal.spans))
     }

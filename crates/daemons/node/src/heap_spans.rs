@@ -1,5 +1,5 @@
 //! Memory that the node holds for the heaps of objects on its machine: free spans, which no host
-//! can allocate meanwhile. Their pages are returned to the system, and heaps take as many.
+//! can allocate meanwhile. Their pages are returned to the system, and heaps allocate as many.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -14,31 +14,31 @@ use aquifer_pool::{Extent, NodeId, NodeMemory, SizeClass};
 
 use crate::self_client::{SelfClient, SelfClientError, allocate_group};
 
-/// Longest time of one change; the rest is left for the next.
+/// Longest time of one change. The next change continues.
 const CHANGE_TIME: Duration = Duration::from_millis(100);
-/// Groups that are freed in one change.
+/// Maximum number of groups that are freed in one change.
 const GROUPS_FREED_MAX: usize = 256;
 /// The order of a group of spans that is a whole section.
 const SECTION_ORDER: u8 = 4;
 
-/// Holds spans.
+/// The held spans.
 pub(crate) struct HeapSpans {
     node_memory: NodeMemory,
     target: Arc<dyn Target>,
     client: SelfClient,
     held: Vec<Extent>,
-    /// The file with what is held, for the node's next process.
+    /// The file that records the held extents, for the node's next process.
     record: PathBuf,
-    /// The life of the memory.
+    /// The epoch of the memory's life.
     epoch: u64,
-    /// What is held, for metrics.
+    /// Number of held bytes, for metrics.
     held_bytes: Arc<AtomicU64>,
     is_failing: bool,
 }
 
 impl HeapSpans {
-    /// Holds what an earlier process has recorded for this life of the memory. `client` acts as
-    /// [`aquifer_fabric::Host::HEAPS`].
+    /// Starts with the spans that an earlier process has recorded for this life of the memory.
+    /// `client` acts as [`aquifer_fabric::Host::HEAPS`].
     pub fn new(
         node_memory: NodeMemory,
         target: Arc<dyn Target>,
@@ -52,7 +52,7 @@ impl HeapSpans {
         Self { node_memory, target, client, held, record, epoch, held_bytes, is_failing: false }
     }
 
-    /// Records what is held. What is held without a record is freed with the next connection.
+    /// Records the held extents. Extents without a record are freed with the next connection.
     fn record(&self) -> Result<(), SelfClientError> {
         let extents: Vec<(u64, u8)> =
             self.held.iter().map(|extent| (extent.addr, extent.class.k())).collect();
@@ -62,8 +62,8 @@ impl HeapSpans {
         Ok(std::fs::rename(&new, &self.record)?)
     }
 
-    /// Holds `goal` spans, as far as there are free ones. Returns how many it holds now: a group
-    /// that was taken whole is also freed whole, so there may be some more.
+    /// Holds `goal` spans, or as many as are free. Returns the number of held spans, which may be
+    /// greater than `goal`, because a group that was allocated whole is also freed whole.
     pub fn hold(&mut self, goal: u32) -> u32 {
         let outcome = self.change_to(goal, Instant::now() + CHANGE_TIME);
         let was_failing = std::mem::replace(&mut self.is_failing, outcome.is_err());
@@ -90,7 +90,7 @@ impl HeapSpans {
             return self.free_down_to(goal);
         }
         let allocated = self.allocate_up_to(goal, deadline);
-        // Also what was allocated before a failure.
+        // Extents that were allocated before a failure are recorded, too.
         self.record().and(allocated)
     }
 
@@ -107,7 +107,7 @@ impl HeapSpans {
     fn allocate(&mut self, spans: u32) -> Result<bool, SelfClientError> {
         let order_max = u8::try_from(spans.ilog2()).unwrap_or(SECTION_ORDER).min(SECTION_ORDER);
         for order in (0..=order_max).rev() {
-            // Sections that are free stay free for large extents.
+            // Sections in use come first, so that free ones stay free for large extents.
             for in_use in [true, false] {
                 for section in (0..self.node_memory.layout.sections()).rev() {
                     if let Some(group) = self.node_memory.find_free(section, order, in_use)
@@ -121,7 +121,7 @@ impl HeapSpans {
         Ok(false)
     }
 
-    /// Allocates a group. Returns false if a host has allocated it before.
+    /// Allocates a group. Returns false if a host has allocated the group meanwhile.
     fn allocate_group(&mut self, section: u32, group: AlignedRun) -> Result<bool, SelfClientError> {
         let Self { node_memory, target, .. } = self;
         let taken = self.client.change(section, |pool, node| {
@@ -136,7 +136,7 @@ impl HeapSpans {
         Ok(taken.is_some())
     }
 
-    /// Frees groups, the smallest first, as long as `goal` spans stay.
+    /// Frees groups, the smallest first, as long as at least `goal` spans stay.
     fn free_down_to(&mut self, goal: u32) -> Result<(), SelfClientError> {
         self.held.sort_by_key(|extent| std::cmp::Reverse(extent.class));
         let (mut held, mut kept) = (spans_of(&self.held), self.held.len());
@@ -148,7 +148,7 @@ impl HeapSpans {
             kept -= 1;
         }
         let freed = self.held.split_off(kept);
-        // Before they are free: the next process must not take them for its own.
+        // Recorded before they are freed: the next process must not treat them as held.
         self.record()?;
         for extent in freed {
             let section = self.node_memory.section_of(&extent);
@@ -168,7 +168,7 @@ impl HeapSpans {
     }
 }
 
-/// What an earlier process has recorded for this life of the memory.
+/// Reads the extents that an earlier process has recorded for this life of the memory.
 fn recorded(record: &Path, epoch: u64, node_memory: &NodeMemory) -> Vec<Extent> {
     let Ok(json) = std::fs::read(record) else { return Vec::new() };
     let Ok((of_epoch, extents)) = serde_json::from_slice::<(u64, Vec<(u64, u8)>)>(&json) else {

@@ -1,7 +1,7 @@
 //! The last epoch of each host that the node has seen.
 //!
-//! The keeper holds them together with the lent memory. So the node's next process fences hosts
-//! whose leases have ended while no process was running, and keeps earlier fences.
+//! The keeper holds the table together with the lent memory. So the node's next process fences
+//! hosts whose leases have ended while no process was running, and keeps earlier fences.
 //!
 //! Format: `docs/formats/ipc.md`, item *node*.
 
@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_fabric::{Host, Memory};
 
-/// Host numbers; each has a word of 8 bytes.
+/// Number of host numbers, each of which has a word of 8 bytes in the table.
 const HOSTS: usize = 4096;
 
 /// A table of the last epoch of each host.
@@ -31,7 +31,7 @@ impl HostEpochs {
     /// Opens the table of an earlier process.
     ///
     /// # Errors
-    /// If it has another size.
+    /// If the memory has another size.
     pub fn open(fd: OwnedFd) -> io::Result<Self> {
         Memory::from_fd(fd, HOSTS * 8).map(Self)
     }

@@ -21,7 +21,7 @@ pub struct KeepOptions {
     pub keeper: PathBuf,
     /// The time for which hosts wait for the node after its process has ended.
     ///
-    /// The keeper's own grace time must not be shorter: it frees the memory when that has passed.
+    /// The keeper's own grace time, after which it frees the memory, must not be shorter.
     pub grace: Duration,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct RestoredMemory {
 
 /// The keeper's record of the memory.
 ///
-/// It is JSON, because the node that reads it may be of a newer build.
+/// Stored as JSON, because the node that reads it may be of a newer build.
 #[derive(PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct KeptMemoryRecord {
     pub epoch: u64,
@@ -76,7 +76,7 @@ impl MemoryKeeper {
         Ok((Self { client, node }, restored))
     }
 
-    /// Has the keeper hold the memory. `key` opens its region, and `epoch` identifies its life.
+    /// Gives the memory to the keeper. `key` opens its region, and `epoch` identifies its life.
     pub fn hold(&self, memory: &Memory, key: Key, epochs: &HostEpochs, target: &dyn Target, epoch: u64) {
         let record = KeptMemoryRecord { epoch, key: key.0 };
         let record = serde_json::to_string(&record).expect("plain structs are JSON");
@@ -88,12 +88,12 @@ impl MemoryKeeper {
         }
     }
 
-    /// Has the keeper release the memory.
+    /// Requests that the keeper releases the memory.
     pub fn release(&self) {
         self.client.release(HeldKind::Node, u64::from(self.node));
     }
 
-    /// If the keeper was restarted, has the new one hold the memory. To be called regularly.
+    /// If the keeper was restarted, gives the memory to the new one. Must be called regularly.
     pub fn reconnect_if_closed(&self) {
         self.client.reconnect_if_closed();
     }

@@ -1,4 +1,4 @@
-//! How much memory is requested of the node at run time, and how much it lends.
+//! The amount of memory that the node is requested to lend at run time, and that it lends.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -13,14 +13,14 @@ pub(crate) struct Lending {
     status: Mutex<LendingStatus>,
 }
 
-/// How far a request is fulfilled.
+/// The progress of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct LendingStatus {
     /// Lent memory.
     pub lent_bytes: u64,
-    /// The request that was last acted on.
+    /// The last request that was processed.
     pub requested_bytes: u64,
-    /// Why `lent_bytes` differs from the request, if that is known.
+    /// The reason why `lent_bytes` differs from the request, if known.
     pub blocker: Option<ResizeBlocker>,
 }
 

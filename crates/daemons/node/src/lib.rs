@@ -1,15 +1,15 @@
 //! The memory node: the daemon that lends memory of its machine to the cluster.
 //!
-//! It creates the memory, lays it out as a pool, opens it through the fabric, and puts its record
-//! into the directory under a lease. After that, hosts allocate and free by one-sided operations.
-//! The node only fences hosts whose leases have ended, clears memory between tenants, and changes
-//! how much it lends on request.
+//! The node creates the memory, lays it out as a pool, opens it through the fabric, and puts its
+//! record into the directory under a lease. After that, hosts allocate and free by one-sided
+//! operations. The node only fences hosts whose leases have ended, clears memory between tenants,
+//! and changes the amount of lent memory on request.
 //!
-//! If it is configured so, a keeper holds the memory when the node's process ends, and the next
-//! process continues with it.
+//! Optionally a keeper holds the memory when the node's process ends, and the next process
+//! continues with it.
 //!
-//! The node takes no part in allocations. What it clears or takes offline, it allocates by the
-//! same operations as a host. This crate does not know what is in an extent.
+//! The node has no part in allocations of hosts. It allocates memory that it clears or takes
+//! offline by the same operations as a host. This crate does not know the contents of extents.
 
 #![forbid(unsafe_code)]
 

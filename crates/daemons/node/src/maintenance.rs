@@ -1,4 +1,4 @@
-//! The maintenance thread: clears memory between tenants, and changes how much is lent.
+//! The maintenance thread: clears memory between tenants, and changes the amount of lent memory.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ struct MaintenanceTasks {
     clearer: Clearer,
     resizer: Resizer,
     keeper: Option<Arc<MemoryKeeper>>,
-    /// Tasks whose last attempt has failed.
+    /// Names of the tasks whose last attempt has failed.
     failing: BTreeSet<&'static str>,
 }
 
@@ -72,10 +72,10 @@ impl MaintenanceTasks {
             // when there is another change to make.
             let connected =
                 if self.client.has_unfinished_change() { self.client.connect().map(drop) } else { Ok(()) };
-            let is_connected = self.note("connection to the node's own memory", connected);
-            // Runs without a connection, too: it reports what prevents the change.
+            let is_connected = self.record("connection to the node's own memory", connected);
+            // Called without a connection, too, because it reports the reason why the change fails.
             let resized = self.resizer.run(&mut self.client, stop);
-            self.note("changing the lent memory", resized);
+            self.record("changing the lent memory", resized);
             if !is_connected {
                 continue;
             }
@@ -83,13 +83,13 @@ impl MaintenanceTasks {
             if let Ok(false) = cleared {
                 pause = Duration::ZERO;
             }
-            self.note("clearing freed memory", cleared.map(drop));
+            self.record("clearing freed memory", cleared.map(drop));
         }
     }
 
-    /// Returns true if a task has succeeded. After a failure it closes the connection, and logs the
-    /// first failure of the task in a row.
-    fn note(&mut self, task: &'static str, outcome: Result<(), SelfClientError>) -> bool {
+    /// Records the outcome of a task; returns true if it has succeeded. After a failure, closes the
+    /// connection, and logs the first failure of a series.
+    fn record(&mut self, task: &'static str, outcome: Result<(), SelfClientError>) -> bool {
         match &outcome {
             Ok(()) => {
                 self.failing.remove(task);

@@ -21,20 +21,20 @@ use crate::metrics::NodeCounters;
 use crate::recovered_hosts::fence_recovered;
 use crate::shutdown::Shutdown;
 
-/// Attempts to write the record while other processes change it.
+/// Maximum number of attempts to write the record while other processes change it.
 const JOIN_ATTEMPTS: u32 = 8;
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Interval between checks whether a node that is to end when it is unused is used.
+/// Interval between checks whether a node is unused, once it was asked to end then.
 const UNUSED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why a node has stopped following the directory.
+/// The reason why a node has stopped following the directory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum WatchEnd {
-    /// It was asked to stop.
+    /// The node was asked to stop.
     Requested,
-    /// It was asked to end when no host uses its memory, and none does.
+    /// The node was asked to end when no host uses its memory, and no host does.
     Unused,
 }
 
@@ -55,11 +55,11 @@ pub(crate) struct NodeMembership {
     counters: Arc<NodeCounters>,
     /// Limits the log lines about invalid records: they are read again after each failure.
     invalid_records: FailureLog,
-    /// When the directory was first seen without a host.
+    /// The time since when the directory has no host.
     without_hosts_since: Option<Instant>,
 }
 
-/// A node that has a lease and has fenced hosts, and has no record yet.
+/// A node that has a lease and has fenced hosts, but has no record yet.
 #[derive(Debug)]
 pub(crate) struct JoiningNode {
     directory: Arc<dyn Directory>,
@@ -74,8 +74,8 @@ pub(crate) struct JoiningNode {
 }
 
 impl JoiningNode {
-    /// Takes a lease, and fences all hosts whose leases are known to have ended: those of `epochs`
-    /// that are not in the directory any more, and all that were recovered.
+    /// Acquires a lease, and fences all hosts whose leases are known to have ended: hosts of
+    /// `epochs` that are not in the directory any more, and all hosts that were recovered.
     ///
     /// # Errors
     /// Those of the directory.
@@ -165,7 +165,7 @@ impl NodeMembership {
         self.kept_alive_at = Instant::now().checked_sub(self.ttl).unwrap_or(self.kept_alive_at);
     }
 
-    /// Leaves the cluster for good: the memory is lost.
+    /// Leaves the cluster and deletes the record of the memory, which is lost.
     pub fn leave(&self) {
         if let Err(error) = self.delete_life() {
             tracing::debug!(%error, "deleting the record of the node's memory failed");
@@ -173,14 +173,14 @@ impl NodeMembership {
         self.end_lease();
     }
 
-    /// Ends the lease, and with it the record. Kept memory may return.
+    /// Ends the lease, and with it the node's record. Kept memory may return.
     pub fn end_lease(&self) {
         if let Err(error) = self.directory.lease_revoke(self.lease.id) {
             tracing::debug!(%error, "revoking the lease failed; it expires by itself");
         }
     }
 
-    /// Deletes the record of this life of the memory, unless it is that of another life.
+    /// Deletes the record of the memory's life, unless the record is of another life.
     fn delete_life(&self) -> Result<(), DirectoryError> {
         let key = names::life_key(self.record.id);
         if let Some(entry) = self.directory.get(&key)?
@@ -193,8 +193,8 @@ impl NodeMembership {
         Ok(())
     }
 
-    /// Writes the node's record under the lease, and the record of its life, when all hosts are
-    /// fenced that were recovered before. Recoveries that end later have seen the node.
+    /// Writes the node's record under the lease, and the record of its life, once all hosts that
+    /// were recovered before are fenced. Recoveries that end later have seen the node.
     fn put_record(&mut self, target: &dyn Target) -> Result<(), NodeError> {
         let key = names::node_key(self.record.id);
         let (value, life) = (names::encode(&self.record), names::encode(&LifeRecord::of(&self.record)));
@@ -217,9 +217,9 @@ impl NodeMembership {
         Err(NodeError::Contended { id: self.record.id, attempts: JOIN_ATTEMPTS })
     }
 
-    /// The version of a record that may be replaced: one with this node's address. Only one process
-    /// can listen at an address, and this one does, so the process that has written the record has
-    /// ended.
+    /// Returns the version of a record that may be replaced, which has this node's address. Only
+    /// one process can listen at an address, and this process does, so the process that has written
+    /// the record has ended.
     fn replaceable(&self, entry: &DirectoryEntry) -> Result<u64, NodeError> {
         let address = match names::decode::<NodeRecord>(entry) {
             Ok(record) if record.address == self.record.address => return Ok(entry.version),
@@ -272,7 +272,7 @@ impl NodeMembership {
         };
         if updated != self.record {
             let before = std::mem::replace(&mut self.record, updated);
-            // After a failure it is written over the next connection.
+            // After a failure the record is written over the next connection.
             if let Err(error) = self.put_record(target) {
                 self.record = before;
                 return Err(error);
@@ -281,10 +281,10 @@ impl NodeMembership {
         Ok(())
     }
 
-    /// True if no host has a lease, and no host can resume with something in this memory: there is
-    /// nothing in it, or the grace times of all hosts have passed.
+    /// True if no host has a lease, and no host can resume with extents in this memory: all of it
+    /// is free, or the grace times of all hosts have passed.
     ///
-    /// After the same time, other hosts would free what is in the memory.
+    /// After the same times, other hosts would free the extents.
     fn is_unused(&mut self, node_memory: &NodeMemory) -> Result<bool, NodeError> {
         // Recoveries are included: they access the memory.
         if !self.directory.list(names::AGENTS)?.entries.is_empty() {
@@ -300,11 +300,11 @@ impl NodeMembership {
         Ok(since.elapsed() >= Duration::from_millis(grace_ms))
     }
 
-    /// Keeps the lease alive, fences hosts whose leases end, and applies requests, until
-    /// `shutdown`; if `shutdown` asks for that, until no host uses the memory.
+    /// Keeps the lease alive, fences hosts whose leases end, and applies requests, until `shutdown`
+    /// is requested, or, with [`Shutdown::request_when_unused`], until no host uses the memory.
     ///
     /// # Errors
-    /// If the directory fails, or its events could not be followed fast enough. It can be called
+    /// If the directory fails, or its events were not received fast enough. The caller can call
     /// again, if necessary after [`set_directory`](Self::set_directory).
     pub fn watch(
         &mut self,
@@ -369,8 +369,8 @@ impl NodeMembership {
         }
     }
 
-    /// Keeps the lease alive, if a keep-alive is due. If the lease has ended, takes a new one: the
-    /// memory is still valid, and connections of hosts do not depend on the lease.
+    /// Sends a keep-alive if one is due. If the lease has ended, acquires a new one: the memory is
+    /// still valid, and connections of hosts do not depend on the lease.
     fn keep_alive(&mut self, target: &dyn Target) -> Result<(), NodeError> {
         if self.kept_alive_at.elapsed() < self.ttl / 3 {
             return Ok(());
@@ -379,7 +379,7 @@ impl NodeMembership {
             Ok(()) => NodeCounters::increment(&self.counters.renewals),
             Err(DirectoryError::LeaseGone(_)) => {
                 NodeCounters::increment(&self.counters.renewal_failures);
-                tracing::warn!(node = self.record.id, "lease of this node ended; taking a new one");
+                tracing::warn!(node = self.record.id, "lease of this node ended; acquiring a new one");
                 self.lease = self.directory.lease_grant(self.ttl)?;
                 self.put_record(target)?;
             }
@@ -448,7 +448,7 @@ mod tests {
 
     use super::*;
 
-    /// A host dies and is recovered. Returns its number and its last epoch.
+    /// Lets a host die and recovers it. Returns its number and its last epoch.
     fn recover_a_host(directory: &dyn Directory) -> (u16, u64) {
         let ttl = Duration::from_secs(9);
         let lease = directory.lease_grant(ttl).unwrap();

@@ -1,4 +1,4 @@
-//! How much memory this machine has available and can lend.
+//! The memory that this machine has available and can lend.
 
 mod cgroup;
 
@@ -7,8 +7,8 @@ use std::io;
 /// The kernel's file with the available memory.
 const MEMINFO: &str = "/proc/meminfo";
 
-/// Memory that this process can use without swapping, in bytes: the kernel's estimate, or what the
-/// limits of its memory cgroups leave, if that is less.
+/// Memory that this process can use without swapping, in bytes: the kernel's estimate, or the rest
+/// below the limits of the memory cgroups, whichever is smaller.
 ///
 /// # Errors
 /// If the kernel's file cannot be read or parsed.
@@ -28,7 +28,7 @@ pub(crate) const fn affordable_bytes(allocated: u64, available: u64, keep_free: 
 
 /// Memory to lend next, if `requested` is requested and `lent` is lent.
 ///
-/// `affordable` changes all the time. A change because of it is made only if it is at least a
+/// `affordable` changes all the time, so a change because of it is made only if it is at least
 /// `step`.
 pub(crate) fn next_lent_bytes(requested: u64, lent: u64, affordable: u64, step: u64) -> u64 {
     let next = requested.min(affordable);

@@ -1,7 +1,7 @@
-//! Changes how much the node lends while hosts use the memory.
+//! The resizer: changes the amount of lent memory while hosts use it.
 //!
-//! To lend less, the node allocates free sections and returns their pages to the system: they are
-//! offline. To lend more, it frees such sections.
+//! To lend less, the node takes free sections offline: it allocates them and returns their pages to
+//! the system. To lend more, it frees such sections.
 
 use std::sync::Arc;
 
@@ -16,20 +16,21 @@ use crate::memory::{affordable_bytes, available_bytes, next_lent_bytes};
 use crate::self_client::{SelfClient, SelfClientError, allocate_group};
 use crate::shutdown::Shutdown;
 
-/// Smallest change because of the available memory; a change that fulfils a request may be smaller.
+/// Smallest change because of the available memory, in bytes. A change that fulfils a request may
+/// be smaller.
 const STEP_BYTES: u64 = 64 << 20;
 
-/// Sections that are changed before the status is updated and the request is read again.
+/// Number of sections that are changed before the status is updated and the request is read again.
 const SECTIONS_PER_STEP: u64 = 256;
 
-/// Changes how much the node lends, in turns.
+/// Changes the amount of lent memory, in turns.
 pub(crate) struct Resizer {
     node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     is_pinned: bool,
     keep_free_bytes: Option<u64>,
-    /// True if the status is known to be right: no change has failed since.
+    /// True if the status is known to be correct, because no change has failed since.
     status_is_certain: bool,
 }
 
@@ -37,7 +38,7 @@ impl Resizer {
     /// Creates a resizer.
     ///
     /// - `is_pinned`: the lent memory cannot be changed.
-    /// - `keep_free_bytes`: memory that stays available to the machine, whatever is requested.
+    /// - `keep_free_bytes`: memory that stays available to the machine even if more is requested.
     /// - `status_is_certain`: false if an earlier process may have changed more than `lending`
     ///   says.
     pub const fn new(
@@ -51,7 +52,7 @@ impl Resizer {
         Self { node_memory, target, lending, is_pinned, keep_free_bytes, status_is_certain }
     }
 
-    /// Lends what is requested, as far as that is possible now.
+    /// Changes the lent memory to the requested amount, as far as that is possible now.
     ///
     /// # Errors
     /// If the node cannot access its memory, or pages cannot be released.
@@ -65,10 +66,10 @@ impl Resizer {
             self.lending.set_status(LendingStatus { requested_bytes, blocker, ..before });
             return Ok(());
         }
-        // Pinned memory is all lent, sections that an earlier process had taken offline included.
+        // All pinned memory is lent, including sections that an earlier process had taken offline.
         let requested_bytes =
             if self.is_pinned { self.node_memory.layout.data_bytes() } else { requested_bytes };
-        // Incomplete changes are undone first; until then the words do not show what is lent.
+        // Incomplete changes are undone first. Until then the words do not show the lent amount.
         let outcome = client.connect().map(drop).and_then(|()| self.resize(requested_bytes, client, stop));
         self.status_is_certain = outcome.is_ok();
         match outcome {
@@ -86,8 +87,8 @@ impl Resizer {
         }
     }
 
-    /// Changes sections until `requested_bytes` are lent or no more can be changed. Returns why
-    /// less is changed than was requested.
+    /// Changes sections until `requested_bytes` are lent or no more can be changed. Returns the
+    /// reason why less was changed than requested.
     fn resize(
         &self,
         requested_bytes: u64,
@@ -134,7 +135,7 @@ impl Resizer {
     }
 
     /// Takes `count` sections offline, the last first, so that lent sections are neighbours.
-    /// Returns why it has taken fewer.
+    /// Returns the reason if there are fewer.
     fn set_offline(
         &self,
         count: u64,
@@ -174,7 +175,7 @@ impl Resizer {
         })
     }
 
-    /// Frees `count` sections that are offline. Returns why it has freed fewer.
+    /// Frees `count` sections that are offline. Returns the reason if there are fewer.
     fn bring_online(
         &self,
         count: u64,

@@ -13,11 +13,11 @@ use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
 /// The tenant of the node itself; no user has this id.
 const NODE_TENANT: Tenant = Tenant(u32::MAX);
 
-/// Sections that are recovered together. A damaged section prevents the recovery of the others of
-/// its part.
+/// Number of sections that are recovered together. A damaged section prevents the recovery of the
+/// others of its part.
 const SECTIONS_PER_RECOVERY: u32 = 512;
 
-/// How the node connects to itself.
+/// The address at which the node connects to itself.
 #[derive(Clone, Debug)]
 pub(crate) struct SelfAddress {
     pub address: FabricAddress,
@@ -31,9 +31,9 @@ pub(crate) struct SelfClient {
     node: NodeId,
     host: Host,
     pool: Option<PoolClient>,
-    /// Number of connections so far. The number of a connection is its epoch.
+    /// Number of connections so far. The epoch of a connection is its number.
     connections: u64,
-    /// Sections with a change that is not known to be complete.
+    /// Sections with a change that may be incomplete.
     changing: Range<u32>,
 }
 
@@ -85,7 +85,7 @@ impl SelfClient {
                 let part =
                     self.changing.start..self.changing.end.min(self.changing.start + SECTIONS_PER_RECOVERY);
                 match finish(&mut pool, self.node, part.clone()) {
-                    // The damage is permanent, and other sections must not wait for it.
+                    // The damage is permanent, and must not delay other sections.
                     Err(error @ PoolError::Damaged { .. }) => {
                         tracing::warn!(node = self.node.0, %error, "damaged section is not used any more");
                     }
@@ -130,13 +130,13 @@ pub(crate) fn allocate_group(
     group: AlignedRun,
 ) -> Result<Option<Extent>, SelfClientError> {
     match pool.allocate_group(node, section, group) {
-        // Nothing was changed. The caller continues with other groups.
+        // The group was not changed. The caller continues with other groups.
         Err(PoolError::Busy { .. }) => Ok(None),
         outcome => Ok(outcome?),
     }
 }
 
-/// Why a change of the node's own memory has failed.
+/// An error of a change of the node's own memory.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SelfClientError {
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! The daemon: from the creation of the memory to the end of the lease.
+//! The life of the daemon, from the creation of the memory to the end of the lease.
 
 use std::fmt;
 use std::io;
@@ -48,7 +48,7 @@ pub struct NodeOptions {
     /// because all memory is pinned.
     pub memory_bytes_max: u64,
     /// Memory that stays available to the machine: the node lends less of its free memory when less
-    /// is available, and more again later. `None`: it lends what is requested.
+    /// is available, and more again later. `None`: the node lends the requested amount.
     pub keep_free_bytes: Option<u64>,
     /// Address at which the fabric listens.
     pub listen: ListenAddress,
@@ -63,7 +63,7 @@ pub struct NodeOptions {
     pub metrics: Option<MetricsAddress>,
     /// The keeper that holds the memory when the process ends, if any.
     pub keep: Option<KeepOptions>,
-    /// Socket at which the service of heaps on this machine asks for memory, if any.
+    /// Socket at which the service of heaps on this machine requests memory, if any.
     pub heaps: Option<PathBuf>,
 }
 
@@ -107,7 +107,7 @@ impl ListenAddress {
         })
     }
 
-    /// The key that a host must prove to have.
+    /// The key that hosts must have.
     const fn key(&self) -> Option<&ClusterKey> {
         match self {
             Self::Shm(..) => None,
@@ -159,10 +159,10 @@ impl NodeOptions {
     }
 }
 
-/// Serves until `shutdown`.
+/// Serves until `shutdown` is requested.
 ///
-/// `ready` is called once, with the node's record, when the node is in the directory and can be
-/// used. If the directory fails later, the node keeps serving and reconnects to it.
+/// Calls `ready` once, with the node's record, when the node is in the directory and can be
+/// used. If the directory fails later, the node continues to serve and reconnects to it.
 ///
 /// # Errors
 /// If the node cannot start.
@@ -189,7 +189,7 @@ struct RunningNode {
     keeper: Option<Arc<MemoryKeeper>>,
 }
 
-/// The memory of a node that starts.
+/// The memory of a starting node.
 struct OpenedMemory {
     node_memory: NodeMemory,
     /// The epoch of the memory's life.
@@ -216,9 +216,9 @@ impl RunningNode {
             }
             None => (None, None),
         };
-        // Determined before there is anything to undo.
+        // Determined first, so that a failure needs no cleanup.
         let lent_bytes = if restored.is_some() { None } else { Some(initial_lent_bytes(options)?) };
-        // The directory comes first: without it no host would find the memory.
+        // Connects to the directory first, without which no host would find the memory.
         let directory = (options.connect)()?;
         let (target, own_address) = options.listen.start().map_err(NodeError::Listen)?;
         let (restored, epochs) = match restored {
@@ -226,8 +226,8 @@ impl RunningNode {
             None => (None, HostEpochs::new().map_err(NodeError::HostEpochs)?),
         };
         let epochs = Arc::new(epochs);
-        // Hosts are fenced before the memory is opened, so that a fenced host cannot access what
-        // was kept.
+        // Hosts are fenced before the memory is opened, so that a fenced host cannot access kept
+        // memory.
         let joining = JoiningNode::new(directory, options.lease_ttl, Arc::clone(&epochs), &*target)?;
         let keeper_ref = keeper.as_deref();
         let opened =
@@ -266,7 +266,7 @@ impl RunningNode {
         Ok(Self { target, node_memory, membership, maintenance, heaps, _metrics: metrics, keeper })
     }
 
-    /// Follows the directory until `shutdown`, and reconnects to it when it fails.
+    /// Follows the directory until `shutdown` is requested, and reconnects to it when it fails.
     fn follow_directory(&mut self, options: &NodeOptions, shutdown: &Shutdown) -> WatchEnd {
         let (mut failure_log, mut connect_failure_log) = (FailureLog::default(), FailureLog::default());
         while !shutdown.is_requested() {
@@ -302,18 +302,18 @@ impl RunningNode {
         WatchEnd::Requested
     }
 
-    /// Leaves the cluster, for good unless a keeper holds memory that is lent and may be used.
+    /// Leaves the cluster. The memory is lost unless a keeper holds it and a host may use it.
     fn stop(self, end: WatchEnd) {
         let Some(keeper) = self.keeper else {
             self.membership.leave();
             return;
         };
-        // After this no more sections can come online.
+        // After this no section can come online any more.
         drop((self.maintenance, self.heaps));
         if self.node_memory.lent_bytes() > 0 && end == WatchEnd::Requested {
             self.membership.end_lease();
         } else {
-            // No host uses it or can allocate any of it, so it need not be kept.
+            // No host uses the memory or can allocate any of it, so it need not be kept.
             keeper.release();
             self.membership.leave();
         }
@@ -345,7 +345,7 @@ fn reopen(
     target: &dyn Target,
 ) -> Option<OpenedMemory> {
     if let Some(keeper) = keeper {
-        // Before the memory is opened: the next process must know this process's peers, too.
+        // Held before the memory is opened: the next process must know this process's peers, too.
         keeper.hold(&memory, key, epochs, target, epoch);
     }
     NodeMemory::reopen(target, NodeId(options.id), memory, key)
@@ -375,7 +375,7 @@ fn create(
     Ok(OpenedMemory { node_memory, epoch, is_restored: false })
 }
 
-/// Puts the node's record into the directory, and reads what is requested of the node.
+/// Puts the node's record into the directory, and reads the request for the lent memory.
 fn join_cluster(
     options: &NodeOptions,
     joining: JoiningNode,
@@ -386,12 +386,12 @@ fn join_cluster(
     let record = record(options, address, opened);
     let lending = Arc::new(Lending::new(record.memory_bytes, record.requested_memory_bytes));
     let mut membership = joining.join(record, Arc::clone(&lending), target)?;
-    // A request of this life that was made before a restart counts from the beginning.
+    // A request for this life that was made before a restart is still valid.
     membership.load_request().map_err(NodeError::from).inspect_err(|_| membership.end_lease())?;
     Ok((membership, lending))
 }
 
-/// Starts the thread that clears memory and changes how much is lent.
+/// Starts the thread that clears memory and changes the amount of lent memory.
 fn start_maintenance(
     options: &NodeOptions,
     own: SelfAddress,
@@ -416,7 +416,7 @@ fn start_maintenance(
     MaintenanceThread::start(client, clearer, resizer, keeper)
 }
 
-/// Starts the thread that holds memory for heaps, if there are any on this machine.
+/// Starts the thread that holds memory for heaps, if this machine has a service of heaps.
 fn start_heaps(
     options: &NodeOptions,
     own: SelfAddress,
@@ -460,8 +460,8 @@ fn abandon(membership: &NodeMembership, keeper: Option<&MemoryKeeper>) {
     }
 }
 
-/// The memory that a node lends at first: what it is configured to, or, with `keep_free_bytes`, as
-/// much of it as the machine can spare.
+/// The memory that a node lends at first: the configured amount. With `keep_free_bytes`, at most
+/// the memory that the machine has available beyond that.
 fn initial_lent_bytes(options: &NodeOptions) -> Result<u64, NodeError> {
     let available = available_bytes().map_err(NodeError::AvailableMemory)?;
     match options.keep_free_bytes {

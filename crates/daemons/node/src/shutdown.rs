@@ -14,7 +14,7 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Creates a request that is not made yet.
+    /// Creates a handle of a request that is not made yet.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

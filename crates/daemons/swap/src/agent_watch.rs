@@ -1,5 +1,5 @@
 //! The connection of a swap server to the agent: the server reports its statistics, and the agent
-//! notifies it of new limits and of its stop.
+//! sends new limits and notifies the server of its own stop.
 //!
 //! If the agent dies, the swap device continues, and the server connects to the next agent.
 
@@ -32,7 +32,7 @@ pub(crate) struct AgentWatch {
 
 struct Connection {
     socket: OwnedFd,
-    /// False for an agent of the version before, which would close the connection.
+    /// False for an agent of the previous version, which would close the connection.
     takes_reports: bool,
     has_report: bool,
 }
@@ -48,12 +48,13 @@ impl AgentWatch {
         Self { path, connection: Some(Connection::new(socket, access)), last_attempt: Instant::now() }
     }
 
-    /// The socket to poll; it is readable when [`poll`](Self::poll) has something to do.
+    /// The socket to poll, which is readable when [`poll`](Self::poll) must be called; `None`
+    /// without a connection.
     pub(crate) fn socket(&self) -> Option<&OwnedFd> {
         self.connection.as_ref().map(|connection| &connection.socket)
     }
 
-    /// Reads from the agent, or connects to the next one.
+    /// Reads from the agent, or connects to the next agent.
     pub(crate) fn poll(&mut self) -> Option<AgentRequest> {
         match &self.connection {
             Some(connection) if !crate::server::is_readable(&connection.socket) => {}
@@ -75,13 +76,13 @@ impl AgentWatch {
         None
     }
 
-    /// Whether the agent takes reports, and has none yet.
+    /// Whether the agent accepts reports, and has none yet.
     pub(crate) fn needs_first_report(&self) -> bool {
         self.connection.as_ref().is_some_and(|connection| connection.takes_reports && !connection.has_report)
     }
 
-    /// Reports to the agent, if it takes reports. A report that finds the socket full is dropped:
-    /// an agent that is stopped must not stop the device.
+    /// Reports to the agent, if it accepts reports. If the socket is full the report is dropped: a
+    /// stopped agent must not stop the device.
     pub(crate) fn report(&mut self, report: &SwapReport) {
         if let Some(connection) = self.connection.as_mut().filter(|connection| connection.takes_reports) {
             let json = serde_json::to_string(report).expect("numbers and texts can be written");

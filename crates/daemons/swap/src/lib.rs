@@ -1,8 +1,8 @@
 //! Kernel swap for the programs of one cgroup.
 //!
 //! - [`serve`]: the server of a swap device whose pages are in the pool.
-//! - [`setup`]: changes to the machine that swap devices need, and how they are undone. The benches
-//!   set up other swap areas with it.
+//! - [`setup`]: makes and undoes the changes to the machine that swap devices need. The benches use
+//!   it for other swap areas.
 
 mod agent_watch;
 mod protect;

@@ -6,15 +6,15 @@ use std::io;
 use aquifer_faults::serve::priority::{URGENT, set_niceness};
 
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
-/// Of `linux/prctl.h`.
+/// The option `PR_SET_IO_FLUSHER` of `linux/prctl.h`.
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
 /// The score of a process that the out-of-memory killer spares.
 const OOM_SCORE_MIN: &str = "-1000";
 
-/// Lets the calling thread cause swapping, which the flag of [`protect`] forbids: the kernel swaps
-/// nothing out for a thread that serves swap.
+/// Clears the flag of [`protect`] for the calling thread, so that its allocations may cause
+/// swapping: the kernel swaps nothing out for a thread that serves swap.
 pub(crate) fn permit_swapping() {
-    // SAFETY: the call takes numbers only. It fails where protect() has set nothing.
+    // SAFETY: the call takes numbers only. It fails where protect() has not set the flag.
     let _ = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 0, 0, 0, 0) };
 }
 
@@ -31,14 +31,14 @@ pub enum ProtectError {
 
 /// Protects this process, which serves memory of other processes.
 ///
-/// All its memory, present and future, is locked as it is touched. The out-of-memory killer spares
-/// it. The kernel is notified (`PR_SET_IO_FLUSHER`) that other processes' memory waits for this
-/// one, so that its own allocations do not wait for that memory.
+/// All present and future memory of the process is locked as it is touched. The out-of-memory
+/// killer spares the process. `PR_SET_IO_FLUSHER` declares that memory of other processes waits for
+/// this one, so that its own allocations do not wait for that memory.
 ///
 /// # Errors
 /// If memory cannot be locked.
 pub fn protect() -> Result<(), ProtectError> {
-    // In a container root may lack the right to this and to PR_SET_IO_FLUSHER. Without them the
+    // In a container root may lack the rights to this and to PR_SET_IO_FLUSHER. Without them the
     // server is as safe as other processes; if it dies, its run ends.
     if let Err(error) = fs::write(OOM_SCORE, OOM_SCORE_MIN) {
         tracing::warn!(

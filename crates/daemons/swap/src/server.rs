@@ -1,8 +1,8 @@
 //! The server of one run's swap device.
 //!
 //! The server is a process of its own. It owns the cgroup, the volume and the loop device, and
-//! removes them when no program is left in the cgroup. To `aquifer run --swap` it is what the agent
-//! is to other runs. A failure of the device ends the programs of the cgroup and no others.
+//! removes them when no program is left in the cgroup. `aquifer run --swap` connects to it as other
+//! runs do to the agent. A failure of the device ends the programs of the cgroup and no others.
 
 mod limit;
 mod statistics;
@@ -45,14 +45,14 @@ use statistics::Reports;
 
 /// Longest time between two turns of the main loop.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// Longest time that a write to the device waits for room in the mempool.
+/// Timeout of a write to the device that waits for room in the mempool.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
-/// After the end of its program, a run waits this long for programs in the background.
+/// Time for which a run waits for programs in the background after the end of its program.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Default size of the device as a multiple of the run's limit.
 const SIZE_PER_LIMIT: u64 = 8;
-/// Largest default size of the device as a multiple of the pool's free memory. With one, the pool
-/// would be full before the device is. With two, the kernel keeps pages on the device that it has
+/// Largest default size of the device as a multiple of the pool's free memory. With 1, the pool
+/// would be full before the device. With 2, the kernel keeps pages on the device that it has
 /// read back while the device is less than half full, and does not write them again.
 const SIZE_PER_FREE: u64 = 2;
 /// Smallest size of a device.
@@ -153,7 +153,7 @@ struct DeviceServer {
     front: JoinHandle<io::Result<()>>,
     cgroup: Arc<Cgroup>,
     record: SetupRecord,
-    /// The server is a host of its own. Its number, and its extents, end with the device.
+    /// The membership of the server, a host of its own. Its number and extents end with the device.
     membership: Membership,
     leak_scanner: LeakScanner,
     agent: AgentWatch,
@@ -176,13 +176,13 @@ impl DeviceServer {
         let mut pool = nodes.pool_client(tenant.0);
         let bytes = device_bytes(options, free_bytes(&mut pool))?;
         let budget = Arc::new(Budget::new(options.limit_bytes));
-        // As in other runs, the share of the mempool counts against the limit.
+        // The share of the mempool counts against the limit, as in other runs.
         let resident_bytes = budget.resident_max() * PAGE_BYTES as u64;
         let share_bytes = usize::try_from(options.limit_bytes - resident_bytes).map_err(io::Error::other)?;
         let mempool = Arc::new(Mempool::new(share_bytes)?);
         let connector: Arc<dyn Connector> = nodes.connector(tenant.0, EndpointPurpose::Write);
         let volume = BlockVolume::new(bytes, mempool, budget, WRITE_TIMEOUT)?;
-        // From here on, an early return drops the record, which undoes its steps.
+        // Any early return after this drops the record, which undoes its steps.
         let mut record = SetupRecord::create()?;
         let cgroup = Arc::new(Cgroup::create(&mut record, resident_bytes, bytes)?);
         cgroup.set_oom_waits(true)?;
@@ -210,7 +210,7 @@ impl DeviceServer {
         })
     }
 
-    /// Serves until no program is left in the cgroup; then undoes the setup.
+    /// Serves until no program is left in the cgroup, and then undoes the setup.
     fn run(mut self, run: OwnedFd) {
         self.reports.set_runner(&run);
         let mut run = Some(run);
@@ -258,7 +258,7 @@ impl DeviceServer {
             .chain(self.agent.socket())
             .map(|socket| PollFd::new(socket, PollFlags::IN))
             .collect();
-        // Whatever the outcome is, the caller checks each socket.
+        // The outcome is not needed, because the caller checks each socket.
         let _ = poll(&mut polled, Some(&TICK));
     }
 
@@ -290,17 +290,17 @@ impl DeviceServer {
         })
     }
 
-    /// The reason for which the run must end, if there is one.
+    /// The reason why the run must end, if there is one.
     fn failure(&self) -> Option<String> {
         if self.membership.is_lost() {
             return Some("the lease of its swap device has ended, and the memory nodes refuse it".into());
         }
         if let Some(reason) = self.volume.last_refusal() {
-            // The kernel keeps a page that it cannot write, so the program would do little but
-            // retry.
+            // The kernel keeps a page that it cannot write, so the program would hardly make
+            // progress.
             return Some(format!("{reason}. Run it with a larger --local, {MORE_MEMORY_ADVICE}"));
         }
-        // The front end ends only when the file is unmounted, which is not done while programs run.
+        // The file stays mounted while programs run, so the front end ends only by a failure.
         self.front.is_finished().then(|| "its swap device has failed: the FUSE server has ended".into())
     }
 
@@ -334,7 +334,7 @@ impl DeviceServer {
         frames
     }
 
-    /// Undoes the setup and frees all memory, and only then sends the last frames.
+    /// Undoes the setup, frees all memory, and then sends the last frames.
     fn finish(mut self, run: Option<&OwnedFd>) {
         self.send_notices(run);
         let final_frames = self.final_frames();
@@ -398,7 +398,7 @@ fn device_bytes(options: &SwapDeviceOptions, free_bytes: u64) -> Result<u64, Swa
     })
 }
 
-/// Free memory of all nodes together.
+/// The total of the free memory of all nodes, in bytes.
 fn free_bytes(pool: &mut PoolClient) -> u64 {
     let nodes: Vec<_> = pool.nodes().collect();
     let free = nodes.into_iter().map(|node| match pool.refresh(node) {
@@ -411,7 +411,7 @@ fn free_bytes(pool: &mut PoolClient) -> u64 {
     free.sum()
 }
 
-/// A random seed, so that devices are spread over the nodes.
+/// Returns a random seed, so that devices are spread over the nodes.
 fn seed() -> io::Result<u64> {
     let mut seed = [0; 8];
     rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::empty())?;
@@ -422,7 +422,7 @@ pub(crate) fn is_readable(socket: &OwnedFd) -> bool {
     wait_readable(&[socket], Duration::ZERO).unwrap_or(false)
 }
 
-/// Sends a frame to the run, if `aquifer run` is still there.
+/// Sends a frame to the run, if `aquifer run` has not ended.
 fn send(run: Option<&OwnedFd>, frame: &Frame) {
     if let Some(run) = run
         && let Err(error) = send_frame(run, frame, &[])

@@ -1,7 +1,7 @@
 //! Changes to the machine that must be undone: cgroups, swap areas, devices and mounts.
 //!
-//! `aquifer run --swap` and the peers of benches use them. Each change is written to a record
-//! before it is made, so that another process can undo what a killed owner has left: see
+//! `aquifer run --swap` and the peers of benches use these changes. Each change is written to a
+//! record before it is made, so that another process can undo the changes of a killed owner: see
 //! [`cleanup_stale`].
 
 mod area;
@@ -26,7 +26,7 @@ pub const SIZE_BYTES: RangeInclusive<u64> = (1 << 20)..=(1 << 40);
 /// The machine's setting for the pages that swap reads at once, as a power of two.
 pub const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 
-/// Memory that a setup uses and has used.
+/// Present and peak memory of a setup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SetupUsage {
     /// Resident anonymous memory of the cgroup now.
@@ -35,29 +35,28 @@ pub struct SetupUsage {
     pub memory_peak_bytes: u64,
     /// Memory of the cgroup on swap now.
     pub swap_bytes: u64,
-    /// A lower bound of the most memory on swap; `None` if the kernel does not count it.
+    /// A lower bound of the peak memory on swap; `None` if the kernel does not count it.
     pub swap_peak_bytes: Option<u64>,
     /// Page faults that waited for the swap area.
     pub major_faults: u64,
-    /// Programs that the kernel killed because it found nothing to swap out. This happens at times
-    /// although swap is free, when all resident pages are in use; the run must be reported as
+    /// Number of programs that the kernel killed because it could swap nothing out. That can happen
+    /// although swap is free, when all resident pages are in use. The run must then be reported as
     /// failed or be repeated.
     pub oom_kills: u64,
-    /// The most memory that the swap area itself has used: the store of a zram device; 0 for a
-    /// file.
+    /// The peak memory of the swap area itself: the store of a zram device; 0 for a file.
     pub store_peak_bytes: u64,
 }
 
 /// Why a setup failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// This process is not root.
+    /// The process is not root.
     #[error("only root can set up kernel swap: run as root, or leave this peer out")]
     NotRoot,
     /// A size is not in [`SIZE_BYTES`].
     #[error("a {what} of {bytes} bytes is not between 1 MiB and 1 TiB: choose another size")]
     Size {
-        /// Which size.
+        /// The name of the size.
         what: &'static str,
         /// The size.
         bytes: u64,
@@ -104,7 +103,7 @@ pub enum SetupError {
     /// A system call failed.
     #[error("cannot {what} {path}: {source}", path = .path.display())]
     Io {
-        /// What was attempted.
+        /// The attempted action.
         what: &'static str,
         /// The file.
         path: PathBuf,
@@ -114,7 +113,7 @@ pub enum SetupError {
 }
 
 impl SetupError {
-    /// Makes an error of a failure to `what` `path`.
+    /// Returns a function that makes an error of a failure to `what` `path`.
     pub fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { what, path, source }

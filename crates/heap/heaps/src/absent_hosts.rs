@@ -16,7 +16,7 @@ use aquifer_fabric::Host;
 pub(crate) const ABSENCE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A fence of a host up to an epoch.
-pub(crate) type Fence = (Host, u64);
+pub(crate) type AbsentHostFence = (Host, u64);
 
 /// All hosts that may hold tickets, with the greatest epochs of the tickets.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ impl AbsentHosts {
 
     /// Applies a listing of all hosts with their epochs. Returns the fences of hosts that have been
     /// absent for [`ABSENCE_TIMEOUT`]. A host that joins again has a greater epoch.
-    pub fn list(&mut self, present: &BTreeMap<Host, u64>, now: Instant) -> Vec<Fence> {
+    pub fn list(&mut self, present: &BTreeMap<Host, u64>, now: Instant) -> Vec<AbsentHostFence> {
         for (&host, &epoch) in present {
             let known = self.hosts.entry(host).or_insert(KnownHost { epoch, absent_since: None });
             *known = KnownHost { epoch: epoch.max(known.epoch), absent_since: None };

@@ -13,7 +13,7 @@ use aquifer_objects::service::{HeapKeeper, HeapRecord};
 
 /// The connection to the keeper of the heaps.
 #[derive(Debug)]
-pub(crate) struct Keeper {
+pub(crate) struct HeapKeeperClient {
     client: KeeperClient,
     node: u16,
 }
@@ -25,7 +25,7 @@ pub(crate) struct KeptHeap {
     pub bytes: HeapBytes,
 }
 
-impl Keeper {
+impl HeapKeeperClient {
     /// Connects to the keeper. Returns the heaps that an earlier process has left.
     ///
     /// # Errors
@@ -69,7 +69,7 @@ fn open(record: &str, fds: Vec<OwnedFd>) -> io::Result<KeptHeap> {
 
 /// Implements the service's interface to the keeper.
 #[derive(Debug)]
-pub(crate) struct ServiceKeeper(pub Arc<Keeper>);
+pub(crate) struct ServiceKeeper(pub Arc<HeapKeeperClient>);
 
 impl HeapKeeper for ServiceKeeper {
     fn hold(&self, record: &HeapRecord, fds: [BorrowedFd<'_>; 3]) -> Result<(), String> {

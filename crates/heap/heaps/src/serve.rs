@@ -18,7 +18,7 @@ use aquifer_objects::class::BLOCK_ORDERS;
 use aquifer_objects::service::{FrameSource, HEAPS_MAX, HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
 use rustix::process::{Resource, getrlimit};
 
-use crate::kept::{Keeper, ServiceKeeper};
+use crate::kept::{HeapKeeperClient, ServiceKeeper};
 use crate::membership::Membership;
 use crate::metrics;
 use crate::node_spans::NodeSpans;
@@ -165,7 +165,7 @@ pub fn serve(
     ready: impl FnOnce(),
 ) -> Result<(), HeapsError> {
     let listener = options.metrics.as_ref().map(MetricsListener::bind).transpose()?;
-    let (keeper, kept) = Keeper::connect(&options.keeper, options.node, options.grace)
+    let (keeper, kept) = HeapKeeperClient::connect(&options.keeper, options.node, options.grace)
         .map_err(|source| HeapsError::Keeper { path: options.keeper.clone(), source })?;
     let (tcp, address) = listen(&options)?;
     let target: Arc<dyn Target> = Arc::clone(&tcp) as _;

@@ -27,13 +27,13 @@ use crate::volume::{BlockVolume, VolumeReader};
 pub const FILE: &str = "volume";
 const ROOT: INodeNo = INodeNo(1);
 const VOLUME: INodeNo = INodeNo(2);
-/// Threads that serve requests.
+/// Number of threads that serve requests.
 const THREADS: usize = 4;
-/// Requests in flight, at most. The kernel queues further ones.
+/// Maximum number of requests in flight. The kernel queues further ones.
 const BACKGROUND_MAX: u16 = 64;
-/// Bytes of one request, at most.
+/// Maximum number of bytes of one request.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
-/// The validity of attributes and entries: they never change.
+/// The validity of attributes and entries, which never change.
 const FOREVER: Duration = Duration::from_secs(1 << 30);
 
 /// The reader and the read buffer of one request.
@@ -57,8 +57,7 @@ pub struct FuseServer {
 }
 
 impl FuseServer {
-    /// Mounts the file of the volume in `folder`, for this user only. It is served when
-    /// [`Self::serve`] runs.
+    /// Mounts the file of the volume in `folder`, for this user only. [`Self::serve`] serves it.
     ///
     /// # Errors
     /// If there is no FUSE device, or the kernel refuses the mount.
@@ -144,7 +143,7 @@ impl VolumeFile {
         })
     }
 
-    /// Calls `act` with the buffers of one request. There are as many as threads.
+    /// Calls `act` with the buffers of one request. There are as many buffers as threads.
     fn with_buffers<T>(&self, act: impl FnOnce(&mut RequestBuffers) -> T) -> T {
         let lock = || self.buffers.lock();
         let mut buffers = lock().pop().expect("there is one for each thread");

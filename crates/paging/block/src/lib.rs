@@ -1,8 +1,8 @@
 //! Block volumes: a linear space of bytes whose pages are in the host's mempool or on memory nodes,
 //! and front ends to it.
 //!
-//! - `volume`: reads, writes and discards by any number of threads. It knows no front end.
-//! - `pump`: the one thread that writes to the memory nodes.
+//! - `volume`: reads, writes and discards by any number of threads, for any front end.
+//! - `pump`: the only thread that writes to the memory nodes.
 //! - `mover`: moves pages out of slabs that are being vacated.
 //! - `stats`: statistics of a volume.
 //! - [`fuse`]: a front end, which serves a file for a loop device.

@@ -1,5 +1,5 @@
-//! Moves pages out of slabs that are being vacated: it reads them and absorbs them as if they had
-//! just been written.
+//! The mover: moves pages out of slabs that are being vacated. It reads the pages and absorbs them
+//! as if they had just been written.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use aquifer_pager::{
 use crate::stats::Counters;
 use crate::volume::BlockVolume;
 
-/// Leaves of the page table, with 512 pages each, that are searched under one lock.
+/// Number of leaves of the page table, with 512 pages each, that are searched under one lock.
 const PARTS_PER_TURN: usize = 8;
 
 /// The mover of a volume. One thread uses it.

@@ -18,7 +18,7 @@ const OWNER: u64 = 0;
 /// The interval at which an idle pump checks for emptied slabs, and for free memory if the pool is
 /// full.
 const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// Polls for acknowledgements before the thread yields.
+/// Number of polls for acknowledgements before the thread yields.
 const POLLS_BEFORE_YIELD: u32 = 64;
 /// The time for which a closing pump waits for acknowledgements.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -49,16 +49,17 @@ impl Pump {
         }
     }
 
-    /// Begins a round in which the volume's [`Mover`] vacates all slabs, sparse or not. For tests.
+    /// Begins a round in which the volume's [`Mover`] vacates all slabs, sparse or not. Only used
+    /// by tests.
     pub fn repack_all(&mut self) {
         self.sender.repack_all();
     }
 
-    /// Does what can be done without blocking. Returns whether that was anything.
+    /// Makes all progress that is possible without blocking. Returns whether there was any.
     ///
     /// # Panics
-    /// If a page of a block has become zero since it was written there: memory is corrupt, and
-    /// nothing may be served from it.
+    /// If a page of a block has become zero since it was written there: memory is corrupt, and must
+    /// not be served.
     pub fn turn(&mut self) -> bool {
         let before = self.sender.stats();
         let mut has_moved = false;
@@ -95,7 +96,7 @@ impl Pump {
         has_moved || stats != before
     }
 
-    /// Whether nothing is in flight.
+    /// Whether no operation is in flight.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.sender.is_idle() && !self.volume.has_sealed()
@@ -129,7 +130,7 @@ impl Pump {
             let Some(fds) = self.sender.poll_fds() else { return };
             polled.extend(fds);
         }
-        // Whatever the outcome, the caller checks everything.
+        // The outcome is not needed, because the caller checks everything.
         let _ = poll(&mut polled, Some(&IDLE_TICK));
         if polled[0].revents().contains(PollFlags::IN) {
             // The event only wakes; nothing is lost if it was read already.

@@ -25,10 +25,10 @@ use crate::error::BlockError;
 use crate::page_parts::{PagePart, split_at_pages};
 use crate::stats::{Counters, VolumeStats};
 
-/// Bytes of the largest volume: what the slabs of one run can hold.
+/// Size of the largest volume in bytes: the capacity of the slabs of one run.
 pub const VOLUME_BYTES_MAX: u64 = 128 << 30;
-/// Messages that are kept for [`BlockVolume::drain_messages`], at most. Further ones are only
-/// logged.
+/// Maximum number of messages that are kept for [`BlockVolume::drain_messages`]. Further ones are
+/// only logged.
 const MESSAGES_MAX: usize = 64;
 
 /// A block volume. Any number of threads use it, each with a [`VolumeReader`] of its own.
@@ -47,7 +47,7 @@ pub struct BlockVolume {
     pub(crate) counters: Counters,
     latencies: Mutex<Vec<Arc<LatencyHistogram>>>,
     messages: Mutex<Vec<String>>,
-    /// Why the last write that found no room was refused.
+    /// The reason of the last refusal of a write that found no room.
     last_refusal: Mutex<Option<String>>,
 }
 
@@ -60,21 +60,21 @@ pub(crate) struct VolumeState {
     /// Blocks that are not acknowledged yet, numbered in the order in which they were sealed.
     unwritten: Vec<(u64, BlockId)>,
     next_sealed: u64,
-    /// Since when the pool is full, and its last error.
+    /// The time since when the pool is full, and its last error.
     pool_full: Option<(Instant, String)>,
     /// A node is away and may return: writes wait without a timeout.
     is_awaiting_node: bool,
     is_closed: bool,
 }
 
-/// What one thread needs for reading.
+/// The buffers that one thread needs for reading.
 #[derive(Debug)]
 pub struct VolumeReader {
     fetcher: Fetcher,
     latency: Arc<LatencyHistogram>,
     remote_parts: Vec<PagePart>,
     locations: Vec<Location>,
-    /// The locations that are retained: all of `locations`.
+    /// The retained locations, which are all of `locations`.
     retained: Vec<Location>,
 }
 
@@ -88,8 +88,9 @@ impl Drop for PageReference<'_> {
 }
 
 impl BlockVolume {
-    /// A volume of zeros. `budget` sets its share of the mempool. A write that finds no room for
-    /// `room_timeout` fails. Only if that is zero, it does not wait for a node that is away.
+    /// Creates a volume of zeros. `budget` sets its share of the mempool. A write that finds no
+    /// room for `room_timeout` fails. Only with a timeout of zero, a write does not wait for a node
+    /// that is away.
     ///
     /// # Errors
     /// If there is no memory for its tables.
@@ -217,7 +218,7 @@ impl BlockVolume {
     }
 
     /// Copies the parts that are zero or in the mempool, and retains the locations of the others.
-    /// Returns as [`Self::read_some`] does.
+    /// Returns the same as [`Self::read_some`].
     fn plan(&self, reader: &mut VolumeReader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
         reader.remote_parts.clear();
         reader.locations.clear();
@@ -262,7 +263,7 @@ impl BlockVolume {
         (lost.map_or(out.len(), |part| part.at), error)
     }
 
-    /// Writes bytes. When this returns, every reader finds them.
+    /// Writes bytes, which are visible to every reader when this returns.
     ///
     /// # Errors
     /// If there was no room for the timeout of the volume, or if the rest of a page that is written
@@ -357,7 +358,7 @@ impl BlockVolume {
     /// Discards bytes: they read as zeros, and their memory is freed.
     ///
     /// # Errors
-    /// As [`Self::write`], if the range begins or ends inside a page.
+    /// The same as of [`Self::write`], if the range begins or ends inside a page.
     pub fn discard(&self, reader: &mut VolumeReader, offset: u64, len: u64) -> Result<(), BlockError> {
         let length = usize::try_from(len).unwrap_or(usize::MAX);
         self.check(offset, length)?;
@@ -387,14 +388,14 @@ impl BlockVolume {
         self.changed.notify_all();
     }
 
-    /// Removes the messages for people since the last call.
+    /// Returns the messages for users since the last call.
     #[must_use]
     pub fn drain_messages(&self) -> Vec<String> {
         std::mem::take(&mut *self.messages.lock())
     }
 
-    /// Why the last write that found no room was refused, if any was. The writer may not be able to
-    /// report it.
+    /// The reason of the last refusal of a write that found no room, if there was one. The writer
+    /// may not be able to report it.
     #[must_use]
     pub fn last_refusal(&self) -> Option<String> {
         self.last_refusal.lock().clone()

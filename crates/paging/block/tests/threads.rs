@@ -11,7 +11,7 @@ use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
 use aquifer_pool::{NodeId, NodeMemory, PoolClient};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 const NODE_BYTES: u64 = 16 << 20;
 
 #[derive(Debug)]
@@ -101,7 +101,7 @@ fn version_of(page: u64, bytes: &[u8]) -> Option<u64> {
 fn readers_find_no_torn_stale_or_wrong_page() {
     const PAGES: u64 = 600;
     const WRITERS: u64 = 2;
-    let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 3, PATIENCE);
+    let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 3, TEST_TIMEOUT);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     // For each page: the newest version whose write has returned, and the newest whose write has
     // begun.
@@ -160,7 +160,7 @@ fn readers_find_no_torn_stale_or_wrong_page() {
 fn concurrent_writes_to_parts_of_a_page_are_all_kept() {
     const PAGES: u64 = 300;
     const PART: usize = PAGE_BYTES / 4;
-    let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 2, PATIENCE);
+    let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 2, TEST_TIMEOUT);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     std::thread::scope(|scope| {
         for part in 0..4u8 {
@@ -191,7 +191,7 @@ fn concurrent_writes_to_parts_of_a_page_are_all_kept() {
 
 #[test]
 fn ranges_outside_the_volume_are_refused() {
-    let setup = BlockTest::new(16 * PAGE_BYTES as u64, 2, PATIENCE);
+    let setup = BlockTest::new(16 * PAGE_BYTES as u64, 2, TEST_TIMEOUT);
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     let bytes = setup.volume.bytes();
     let mut out = [0xee; 100];
@@ -214,7 +214,7 @@ fn ranges_outside_the_volume_are_refused() {
 
 #[test]
 fn zero_pages_and_discarded_pages_use_no_memory() {
-    let setup = BlockTest::new(512 * PAGE_BYTES as u64, 2, PATIENCE);
+    let setup = BlockTest::new(512 * PAGE_BYTES as u64, 2, TEST_TIMEOUT);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     setup.volume.write(&mut reader, 0, &vec![0; 512 * PAGE_BYTES]).unwrap();

@@ -61,8 +61,8 @@ impl PagingBounds {
 
 /// Returns the pageable areas in the text of `/proc/PID/maps`.
 ///
-/// These are private, writable, anonymous areas within the bounds that are not stacks of threads.
-/// Lines that cannot be parsed are skipped.
+/// Pageable areas are private, writable, anonymous areas within the bounds that are not stacks of
+/// threads. Lines that cannot be parsed are skipped.
 ///
 /// `pins`: the pages that the program has pinned, sorted. A stack has one, with the control block
 /// of its thread.

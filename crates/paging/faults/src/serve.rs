@@ -113,9 +113,9 @@ pub enum OpenRunError {
     System(#[from] std::io::Error),
 }
 
-/// The answer to a connect-back request of a forked child ([`aquifer_ipc::knock_page`]).
+/// The answer to a connect-back request of a forked child ([`aquifer_ipc::connect_back_page`]).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct KnockName {
+pub struct ConnectBackName {
     /// The name of the sockets, in several network namespaces.
     pub name: [u8; SOCKET_NAME_BYTES],
     /// The secret that the agent sends first on each connection there.
@@ -124,13 +124,13 @@ pub struct KnockName {
 
 /// A socket at which a forked child can connect after a connect-back request.
 #[derive(Debug)]
-pub struct KnockSocket {
+pub struct ConnectBackSocket {
     /// The user of the child's run.
     pub tenant: u32,
     /// The user that the child had at its fork; `u32::MAX` if that is not known.
     pub user: u32,
     /// The name and the secret of the socket.
-    pub knock: KnockName,
+    pub connect_back: ConnectBackName,
     /// The listening socket.
     pub listener: OwnedFd,
 }
@@ -167,15 +167,15 @@ pub trait AgentServices: Send + Sync + Debug {
     fn descriptors(&self) -> &Arc<DescriptorShares>;
 
     /// Serves hellos and requests for the device at a socket, for a limited time.
-    fn serve_knock_socket(&self, socket: KnockSocket);
+    fn serve_connect_back_socket(&self, socket: ConnectBackSocket);
 
     /// Closes the sockets of a connect-back request.
-    fn end_knock(&self, knock: &KnockName);
+    fn end_connect_back(&self, name: &ConnectBackName);
 
     /// The keeper, which outlives the agent.
     ///
-    /// As long as it holds a userfaultfd, missing pages never read as zeros, and another agent can
-    /// resume the program.
+    /// Missing pages never read as zeros as long as the keeper holds the userfaultfd, and another
+    /// agent can resume the program.
     fn keeper(&self) -> &dyn KeeperStore;
 }
 
@@ -194,7 +194,7 @@ pub struct PagingService {
     unserved: unserved::UnservedMemories,
     samplers: tenant_threads::TenantThreads,
     unpaged_watches: tenant_threads::TenantThreads,
-    pub(crate) knock_turns: tenant_threads::TenantTurns,
+    pub(crate) connect_back_turns: tenant_threads::TenantTurns,
     pub(crate) pool_shares: Arc<pool_shares::PoolShares>,
 }
 
@@ -221,7 +221,7 @@ impl PagingService {
             unserved: unserved::UnservedMemories::default(),
             samplers: tenant_threads::TenantThreads::new("sampler"),
             unpaged_watches: tenant_threads::TenantThreads::new("unpaged"),
-            knock_turns: tenant_threads::TenantTurns::default(),
+            connect_back_turns: tenant_threads::TenantTurns::default(),
             pool_shares: Arc::new(pool_shares::PoolShares::new(pool_limits)),
         });
         Ok(service)

@@ -102,7 +102,8 @@ impl KeptProgram {
 
     /// Completes the event that was applied in part, if there is one.
     ///
-    /// That is the first if it is a fork whose child is served already, or a remap that had begun.
+    /// Only the first event can be applied in part: a fork whose child is served already, or a
+    /// remap that had begun.
     fn finish_event(&mut self, served: &HashSet<Origin>) -> io::Result<()> {
         let too_many = || io::Error::other("more of its memory was being moved than the journal can record");
         let mut pending_unmaps = self.contents.pending_unmaps.clone().ok_or_else(too_many)?;

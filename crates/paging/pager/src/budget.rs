@@ -13,11 +13,12 @@ use crate::page::PAGE_BYTES;
 
 /// The smallest limit: below it a dynamically linked program cannot even start.
 pub const LIMIT_BYTES_MIN: u64 = 8 << 20;
-/// Blocks of the smallest share. With fewer, eviction and write-back would wait for each other.
+/// Number of blocks of the smallest share. With fewer, eviction and write-back would wait for each
+/// other.
 const SHARE_BLOCKS_MIN: u64 = 4;
-/// The mempool share is this part of the limit.
+/// The mempool share is 1/`SHARE_DIVISOR` of the limit.
 const SHARE_DIVISOR: u64 = 32;
-/// Blocks of the largest share. Write-back does not get faster with more.
+/// Number of blocks of the largest share. Write-back does not get faster with more.
 const SHARE_BLOCKS_MAX: u64 = 256;
 
 /// The resident pages and mempool blocks that one run may have. All counts are in pages.
@@ -56,7 +57,7 @@ impl Budget {
         budget
     }
 
-    /// The user whose blocks of the mempool these are.
+    /// The user to whose blocks of the mempool the budget counts.
     #[must_use]
     pub fn mempool_user(&self) -> &Arc<MempoolUser> {
         &self.mempool_user

@@ -42,7 +42,7 @@ impl Digester {
 
 /// The digests of the pages on memory nodes.
 ///
-/// They do not outlive the agent: after a restart all digests are unknown.
+/// After a restart of the agent all digests are unknown.
 #[derive(Debug, Default)]
 pub(crate) struct Digests {
     /// Indexed by slab and by page in the slab.

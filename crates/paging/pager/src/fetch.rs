@@ -17,17 +17,16 @@ use crate::ports::{Connector, Ports};
 use crate::slabs::{SlabId, SlabSet, page_of};
 use crate::view;
 
-/// Pages of one fetch, at most.
+/// Maximum number of pages of one fetch.
 pub const FETCH_PAGES_MAX: usize = 64;
 /// The interval at which an endpoint is polled while no other replica can be read. The endpoint
 /// itself has a timeout.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// A READ that takes longer is late: another replica is read, if there is one.
-const LATE_AFTER: Duration = Duration::from_millis(50);
-/// A READ that takes longer is slower than any slow node: a replica on one is read, if there is no
-/// other.
-const SLOW_AFTER: Duration = Duration::from_millis(250);
-/// Buffers of one fetcher. All but one may belong to late READs.
+/// Time after which a READ is late, and another replica is read if there is one.
+const LATE_TIMEOUT: Duration = Duration::from_millis(50);
+/// Time after which a READ is replaced by a READ of a slow node, if no other node has a replica.
+const SLOW_TIMEOUT: Duration = Duration::from_millis(250);
+/// Maximum number of buffers of one fetcher. All but one may belong to late READs.
 const BUFFERS_MAX: usize = 4;
 
 /// Why a page could not be read back.
@@ -279,10 +278,10 @@ impl Fetcher {
         }
     }
 
-    /// Whether another replica of a slab should be read because a READ of this node has taken so
-    /// long. A replica on a slow node is better than none for long.
+    /// Whether another replica of a slab should be read because a READ of this node has taken
+    /// `waited`. After [`SLOW_TIMEOUT`] a replica on a slow node counts, too.
     fn has_alternative(&self, slabs: &SlabSet, slab: SlabId, node: NodeId, waited: Duration) -> bool {
-        let may_be_slow = waited >= SLOW_AFTER;
+        let may_be_slow = waited >= SLOW_TIMEOUT;
         slabs.replicas(slab).iter().any(|replica| {
             let other = replica.node;
             let is_usable = other != node && !self.failed.contains(&other) && !self.is_late(other);
@@ -327,11 +326,11 @@ impl Fetcher {
                 port.endpoint.wait(POLL_INTERVAL);
                 continue;
             };
-            port.endpoint.wait(LATE_AFTER);
+            port.endpoint.wait(LATE_TIMEOUT);
             // A node that was late may have answered meanwhile.
             self.poll_late_reads(Some(node));
             let waited = self.ports.now().saturating_sub(since);
-            if waited >= LATE_AFTER && self.has_alternative(slabs, slab, node, waited) {
+            if waited >= LATE_TIMEOUT && self.has_alternative(slabs, slab, node, waited) {
                 tracing::debug!(node = node.0, "READ is late; reading another replica");
                 self.late.push(LateRead { node, id, buffer });
                 self.change_buffer();
@@ -367,7 +366,7 @@ impl Fetcher {
             {
                 return buffer;
             }
-            // A closed endpoint writes nothing any more.
+            // A closed endpoint does not write to the buffer any more.
             self.close(self.late[0].node);
         }
     }

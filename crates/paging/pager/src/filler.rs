@@ -19,10 +19,10 @@ use crate::allowance::Allowance;
 use crate::page::Location;
 use crate::slabs::{SLAB_PAGES_MAX, SLABS_MAX, SlabId, SlabSet, UnfinishedReplica};
 
-/// A new slab has this part of what the run has on memory nodes, from 4 KiB to 2 MiB. So little
-/// memory is unused, and the number of slabs is small.
+/// A new slab has 1/`SLAB_DIVISOR` of the run's bytes on memory nodes, from 4 KiB to 2 MiB. So
+/// little memory is unused, and the number of slabs is small.
 const SLAB_DIVISOR: u64 = 16;
-/// Size classes to try when the pool has no extent of the wanted one.
+/// Size classes to try when the pool has no extent of the wanted class.
 const FALLBACK_CLASSES: [u8; 3] = [7, 5, 0];
 
 /// Why evicted pages cannot be written to any node.
@@ -40,7 +40,7 @@ pub enum NoRoom {
     /// The run may not allocate more ([`Allowance::bytes_max`]).
     #[error("the run may not have more memory of the pool")]
     NotAllowed,
-    /// What the pool has free is for others ([`Allowance::leave_free`]).
+    /// The free memory of the pool is left to others ([`Allowance::leave_free`]).
     #[error("the pool is full but for {} MiB, left to runs that have less of it", .free_bytes >> 20)]
     LeftToOthers {
         /// Free bytes on all nodes.
@@ -73,9 +73,9 @@ struct OpenSlab {
 #[derive(Clone, Copy, Debug)]
 struct ExtentRequest {
     class: SizeClass,
-    /// On this number of nodes.
+    /// The number of nodes.
     nodes: usize,
-    /// At least one and at most this number of extents on each node.
+    /// The maximum number of extents on each node. There is at least one.
     each: u32,
 }
 
@@ -92,7 +92,7 @@ pub struct Filler {
     empty: SlabList,
     /// Sparse slabs that the last search found, the emptiest last.
     candidates: Vec<SlabId>,
-    /// Slabs to be filled before the next search for sparse slabs.
+    /// Number of slabs to fill before the next search for sparse slabs.
     fills_until_search: usize,
     /// The slab that is being copied to a new replica, which must not be filled or freed.
     copying: Option<SlabId>,
@@ -113,7 +113,7 @@ impl Filler {
     /// A filler for the slabs of one run. `seed` distributes runs over the nodes.
     #[must_use]
     pub fn new(slabs: Arc<SlabSet>, seed: u64) -> Self {
-        // After a restart of the agent there may be slabs.
+        // After a restart of the agent the set may have slabs.
         let has_slabs = slabs.bytes().0 > 0;
         let numbers: Vec<SlabId> =
             if has_slabs { slabs.in_use().map(|(slab, _)| slab).collect() } else { Vec::new() };
@@ -141,7 +141,7 @@ impl Filler {
         }
     }
 
-    /// Sets what may be allocated from now on.
+    /// Sets the memory that may be allocated from now on.
     pub fn set_allowance(&mut self, allowance: Allowance) {
         self.allowance = allowance;
     }
@@ -203,8 +203,8 @@ impl Filler {
     /// Frees unfinished extents. Drops replicas on nodes to which `pool` has no connection.
     pub fn adopt_recovered(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
         self.slabs.unfinished_replicas().for_each(|unfinished| self.free_unfinished(pool, unfinished));
-        // Drop replicas in an earlier life of their node's memory. If the node does not answer,
-        // nothing is known of its memory, so the replica stays for now.
+        // Drop replicas in an earlier life of their node's memory. If the node does not answer, the
+        // life of its memory is unknown, so the replica stays for now.
         self.forget_replicas(|replica| !pool.is_current(replica).unwrap_or(true));
         let mut nodes = self.nodes();
         nodes.retain(|node| {
@@ -295,7 +295,7 @@ impl Filler {
         }
     }
 
-    /// Takes a slab into use again whose last node died while a new replica was made and completed.
+    /// Uses a slab again whose last node died while a new replica was made and completed.
     fn restore_slab(&mut self, pool: &PoolClient, slab: SlabId) {
         let is_here = |replica: &Extent| pool.nodes().any(|node| node == replica.node);
         let replicas = self.slabs.replicas(slab);
@@ -388,8 +388,8 @@ impl Filler {
         }
     }
 
-    /// The size class of a new slab: large enough for `want` pages (at most 64), and at least the
-    /// part of the run's pages by [`SLAB_DIVISOR`].
+    /// The size class of a new slab: large enough for `want` pages (at most 64), and for at least
+    /// 1/[`SLAB_DIVISOR`] of the run's pages.
     fn wanted_class(&self, want: u32) -> u8 {
         let part = (self.slabs.pages() / SLAB_DIVISOR).clamp(1, SLAB_PAGES_MAX.into());
         let k = part.ilog2().max(want.next_power_of_two().ilog2());
@@ -422,8 +422,8 @@ impl Filler {
     /// Allocates the requested extents on nodes for which `may_be_on` returns true; returns fewer
     /// if there is not enough memory.
     ///
-    /// For each extent the node is the better of two random ones by free memory. If it has no
-    /// memory, the others are tried in the order of their free memory. Slow nodes come last.
+    /// Each extent is on the node with more free memory of two random ones. If that node has no
+    /// memory, the others are tried in the order of their free memory. Slow nodes are last.
     /// `refused` receives the last error.
     fn allocate_on_nodes(
         &mut self,
@@ -474,14 +474,14 @@ impl Filler {
         allocated
     }
 
-    /// Whether the allowance permits what is requested of one node.
+    /// Whether the allowance permits a request to one node.
     fn check_allowance(&self, pool: &PoolClient, request: ExtentRequest) -> Result<(), NoRoom> {
         let Allowance { bytes_max, leave_free } = self.allowance;
         let bytes = request.class.bytes() * u64::from(request.each);
         if bytes > bytes_max {
             return Err(NoRoom::NotAllowed);
         }
-        // Most runs need not leave anything, and need not count what is free.
+        // Most runs need not leave memory free, and so need not sum up the free memory.
         if leave_free == 0 {
             return Ok(());
         }
@@ -507,7 +507,7 @@ impl Filler {
     }
 }
 
-/// A recorded extent, at a place of a slab's record.
+/// An extent at a place of a slab's record.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RecordedReplica {
     pub slab: SlabId,
@@ -517,9 +517,9 @@ pub(crate) struct RecordedReplica {
 
 /// Frees extents that are recorded as replicas, node by node, and then clears their records.
 ///
-/// Each stays recorded, as being freed, until its node has answered: so a later agent can complete
-/// the free. On a node that the pool does not have, nothing is freed: the records are cleared, and
-/// a leak scan frees the extents. What cannot be freed is logged.
+/// Each extent stays recorded as being freed until its node has answered, so that a later agent can
+/// complete the free. If the pool does not have the node, only the records are cleared, and a leak
+/// scan frees the extents. Failures are logged.
 pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, recorded: &mut [RecordedReplica]) {
     recorded.sort_unstable_by_key(|recorded| recorded.extent.node);
     for of_node in recorded.chunk_by(|one, other| one.extent.node == other.extent.node) {
@@ -539,7 +539,7 @@ pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, recorded: &m
     }
 }
 
-/// Frees extents of one node, and logs those that cannot be freed now.
+/// Frees extents of one node. Logs a failure.
 pub(crate) fn free_extents(pool: &mut PoolClient, node: NodeId, extents: &[Extent]) {
     let outcomes = match pool.free_many(node, extents) {
         Ok(outcomes) => outcomes,

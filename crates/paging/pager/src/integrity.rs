@@ -8,8 +8,8 @@ pub fn page_crc(bytes: &[u8]) -> u32 {
     u32::try_from(checksum(CrcAlgorithm::Crc32Iscsi, bytes)).expect("a 32-bit checksum")
 }
 
-/// Whether all bytes are zero. It examines a cache line at a time: most pages that are not zero
-/// differ in the first.
+/// Whether all bytes are zero. Examines a cache line at a time, because most nonzero pages have a
+/// nonzero byte in the first line.
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {
     let mut lines = bytes.chunks_exact(64);

@@ -1,8 +1,8 @@
 //! The pager: volumes of 4 KiB pages that are resident in a program, in the host's mempool, or on
 //! memory nodes.
 //!
-//! - `volume`: where each page of a volume is, and the steps between the places. It is a pure
-//!   state machine on `page` words in a `table`.
+//! - `volume`: where each page of a volume is, and the steps between the places. A pure state
+//!   machine on `page` words in a `table`.
 //! - `mempool`, `budget`: the host's cache of pages in blocks, and the share of it and of
 //!   resident memory that a run may have.
 //! - `slabs`, `filler`: extents of the pool that hold pages, shared by the volumes of a run,
@@ -10,8 +10,8 @@
 //! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
 //! - `node_joiner`: adds memory nodes to a sender while a run continues.
 //!
-//! This crate does not know how pages enter and leave a program. Its front ends do: the crates
-//! `faults` and `block`. Format and protocol: `docs/formats/paging.md`.
+//! The front ends, the crates `faults` and `block`, move pages into and out of programs. Format and
+//! protocol: `docs/formats/paging.md`.
 
 mod allowance;
 mod budget;

@@ -5,9 +5,8 @@
 //! on the path of a fault.
 //!
 //! Each user with a volume has a *guarantee*: blocks that other users cannot hold. The guarantee of
-//! the next user that comes is kept free, too. Users that have more free acknowledged blocks when
-//! blocks are short, and within a user the volumes that have blocks free some for those that have
-//! none.
+//! the next user is kept free, too. When blocks are short, users with more than their guarantee
+//! free acknowledged blocks. Within a user, volumes with blocks free some for volumes without.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -53,28 +52,30 @@ impl Slot {
     }
 }
 
-/// The guarantee of a user is this part of the mempool, within these bounds, in blocks.
+/// The guarantee of a user is 1/`GUARANTEE_DIVISOR` of the mempool, within the bounds below.
 const GUARANTEE_DIVISOR: usize = 16;
+/// Smallest guarantee of a user, in blocks.
 const GUARANTEE_MIN: usize = 4;
+/// Largest guarantee of a user, in blocks.
 const GUARANTEE_MAX: usize = 256;
 
 /// The blocks of one user.
 #[derive(Debug, Default)]
 pub struct MempoolUser {
     blocks: AtomicUsize,
-    /// Volumes that have no block and wait for one.
+    /// Number of volumes that have no block and wait for one.
     waiting: AtomicUsize,
     is_pool_short: Arc<AtomicBool>,
 }
 
 impl MempoolUser {
-    /// Blocks that its volumes own.
+    /// Number of blocks that the user's volumes own.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.blocks.load(Relaxed)
     }
 
-    /// Whether the pool is short of memory for this user. While it is, its programs keep no clean
+    /// Whether the pool is short of memory for this user. If so, the user's programs keep no clean
     /// copies there.
     #[must_use]
     pub fn is_pool_short(&self) -> bool {
@@ -86,7 +87,7 @@ impl MempoolUser {
         &self.is_pool_short
     }
 
-    /// Counts a block that one of its volumes owned before the restart of the agent.
+    /// Counts a block that a volume of the user owned before the restart of the agent.
     pub(crate) fn count_recovered(&self) {
         self.blocks.fetch_add(1, Relaxed);
     }
@@ -114,7 +115,8 @@ struct MempoolState {
 }
 
 impl MempoolState {
-    /// Blocks that must stay free for users that have less than their guarantee, and for one more.
+    /// Number of blocks that must stay free for users that have less than their guarantee, and for
+    /// one more user.
     fn reserve(&self, user: &MempoolUser, guarantee: usize) -> usize {
         let lacks = |other: &Arc<MempoolUser>| guarantee.saturating_sub(other.blocks());
         let others = self.users.iter().filter(|(_, other)| !std::ptr::eq(&raw const **other, user));
@@ -122,8 +124,8 @@ impl MempoolState {
         if self.users.is_empty() { 0 } else { of_others + guarantee }
     }
 
-    /// Free blocks that a user may have: those that it lacks to its guarantee, or more if enough
-    /// are left for the others.
+    /// Number of free blocks that a user may have: what it lacks to its guarantee, or more if
+    /// enough are left for others.
     fn available(&self, user: &MempoolUser, guarantee: usize) -> usize {
         let free = self.free.len();
         let guaranteed = guarantee.saturating_sub(user.blocks()).min(free);
@@ -178,8 +180,8 @@ impl Mempool {
         &self.memory
     }
 
-    /// The user with this id, which is the owner of its subordinate ids; the same as long as a
-    /// volume of it lives.
+    /// Returns the user with this id, which owns its subordinate ids. The result is the same as
+    /// long as a volume of the user exists.
     #[must_use]
     pub fn user(&self, uid: u32) -> Arc<MempoolUser> {
         let mut state = self.state.lock();
@@ -220,7 +222,7 @@ impl Mempool {
         state.free.push(block);
     }
 
-    /// Whether a volume of a user must free an acknowledged block: others wait for it.
+    /// Whether a volume of a user must free an acknowledged block, because others wait for it.
     #[must_use]
     pub fn must_free_block(&self, user: &MempoolUser) -> bool {
         let guarantee = self.guarantee();
@@ -234,7 +236,7 @@ impl Mempool {
         state.free.len() < state.reserve(user, guarantee)
     }
 
-    /// Blocks that other users cannot hold.
+    /// The guarantee of each user, in blocks.
     fn guarantee(&self) -> usize {
         (self.blocks / GUARANTEE_DIVISOR).clamp(GUARANTEE_MIN, GUARANTEE_MAX).min(self.blocks / 2)
     }

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqC
 
 use parking_lot::Mutex;
 
-/// The blocks of a run's share: how many are reserved, and which members wait for one.
+/// The blocks of a run's share, and the members that wait for one.
 #[derive(Debug, Default)]
 pub(crate) struct MempoolShare {
-    /// Blocks that members own or that are reserved for a member of the queue.
+    /// Number of blocks that members own or that are reserved for a member of the queue.
     blocks: AtomicU64,
     max: AtomicU64,
     next_member: AtomicU64,

@@ -10,29 +10,30 @@ aquifer_mutation::mutations! {
         DropUpdateFlag,
         /// A block is reclaimed before its write is acknowledged.
         ReclaimUnacknowledged,
-        /// A page that was given up while it was leaving is kept.
+        /// A page that the program discarded while it was leaving is kept.
         KeepDiscarded,
         /// After the event of `MADV_DONTNEED` the monitor assumes that the kernel has dropped the
         /// page.
         TrustRemoveEvent,
         /// A fork shares remote pages without counting the new references.
         ForgetForkReference,
-        /// A forked child keeps the pages of memory that it has not got from its parent.
+        /// A forked child keeps the pages of memory that it has not inherited from its parent.
         InheritAll,
-        /// What a forked child has not got is discarded only in areas that are adopted already.
+        /// Memory that a forked child has not inherited is discarded only in areas that are adopted
+        /// already.
         DiscardInAreas,
         /// Faults are served before the events that were read together with them.
         ServeFaultsBeforeEvents,
         /// Messages are read while the worker moves pages, so that the kernel does not refuse moves
         /// because of unread events.
         ReadWhileMoving,
-        /// Pages are evicted without a look at the pages that were pinned since.
+        /// Pages are evicted without a check of the pages that were pinned since.
         IgnorePins,
         /// A staging buffer is used again before its batch is in the mempool.
         ReuseStaging,
         /// A fault on a lost page is answered with zeros.
         FillLost,
-        /// A page whose bytes could not be copied from the staging buffer is staged all the same.
+        /// A page whose bytes could not be copied from the staging buffer is staged nevertheless.
         StageUnreadable,
         /// A fork is served while a batch is in flight.
         ForkWithoutFlush,
@@ -54,7 +55,8 @@ aquifer_mutation::mutations! {
         ForgetRelease,
         /// A page with a clean copy counts as unchanged when it leaves, whatever its bytes.
         TrustCopy,
-        /// An adoption goes on with its list of present pages although an event was applied since.
+        /// An adoption continues with its list of present pages although an event was applied
+        /// since.
         AdoptFromOldList,
         /// After a restart, areas are adopted before the events that the previous agent had read
         /// are applied.

@@ -13,8 +13,8 @@ use crate::sender::Sender;
 
 /// The interval at which the list of nodes is examined.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
-/// After a failed connection to a node it is left alone for this time.
-const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// Pause before the next attempt to connect to a node after a failure.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Why a node could not be added.
 #[derive(Debug, thiserror::Error)]
@@ -28,7 +28,7 @@ enum JoinError {
 /// A thread that connects to one node. A node that does not answer must not block the sender.
 type ConnectThread = JoinHandle<(NodeId, Result<Box<dyn Endpoint>, EndpointError>)>;
 
-/// After a restart, connects once more to the nodes of recovered slabs that did not answer before.
+/// After a restart, reconnects to the nodes of recovered slabs that did not answer before.
 ///
 /// Waits for a node whose memory is kept. Replicas on nodes that do not answer now are dropped by
 /// [`Filler::adopt_recovered`].
@@ -48,7 +48,7 @@ fn connect_slab_node(
     pool: &mut PoolClient,
     connector: &dyn Connector,
 ) -> Result<(), JoinError> {
-    // The first connection only waits for the node. The pool must not wait for it later.
+    // The first connection only waits for the node, so that the pool need not wait later.
     let _waited = connector.connect(node)?;
     let endpoint = connector.connect_without_waiting(node)?;
     pool.add_node(node, endpoint)?;
@@ -61,19 +61,19 @@ pub struct NodeJoiner {
     connector: Arc<dyn Connector>,
     last_search: Instant,
     connecting: Option<ConnectThread>,
-    /// Nodes to which the connection failed, and when.
+    /// Nodes to which the connection failed, with the time of the failure.
     failed: Vec<(NodeId, Instant)>,
 }
 
 impl NodeJoiner {
-    /// No connection is in progress. Nodes are reached through `connector`.
+    /// Creates a joiner that reaches nodes through `connector`.
     #[must_use]
     pub fn new(connector: Arc<dyn Connector>) -> Self {
         Self { connector, last_search: Instant::now(), connecting: None, failed: Vec::new() }
     }
 
     /// Adds a node whose connection is complete, or begins to connect to the first of `nodes` that
-    /// the sender does not use. May be called at any rate.
+    /// the sender does not use. May be called at any frequency.
     pub fn poll(&mut self, sender: &mut Sender, nodes: impl FnOnce() -> Vec<NodeId>) {
         if let Some(thread) = self.connecting.take_if(|thread| thread.is_finished()) {
             self.finish(thread, sender);
@@ -82,7 +82,7 @@ impl NodeJoiner {
             return;
         }
         self.last_search = Instant::now();
-        self.failed.retain(|(_, since)| since.elapsed() < RETRY_AFTER);
+        self.failed.retain(|(_, since)| since.elapsed() < RETRY_PAUSE);
         let is_new =
             |node: &NodeId| !sender.uses_node(*node) && self.failed.iter().all(|(failed, _)| failed != node);
         let Some(node) = nodes().into_iter().find(is_new) else { return };

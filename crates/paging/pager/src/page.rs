@@ -31,7 +31,7 @@ pub struct Slot(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Location(pub u32);
 
-/// Where the newest bytes of a page are.
+/// The place of the newest bytes of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
     /// Nowhere: the page reads as zeros and uses no memory.
@@ -96,7 +96,7 @@ impl PageWord {
         Self(number | u64::from(payload) << PAYLOAD_SHIFT)
     }
 
-    /// Where the page is.
+    /// The place of the page.
     ///
     /// # Panics
     /// If this module cannot have written the word: the page table is corrupt.
@@ -176,11 +176,11 @@ impl PageWord {
 
     /// The word of the page when it becomes resident.
     ///
-    /// If it `came_back` soon after its eviction, its heat increases, and it stays for more rounds
-    /// of the resident queue. Otherwise it is cold.
+    /// If the page `returned_soon` after its eviction, its heat increases, and it stays for more
+    /// rounds of the resident queue. Otherwise it is cold.
     #[must_use]
-    pub fn held(self, came_back: bool) -> Self {
-        let heat = if came_back { (((self.0 & HEAT_MASK) >> HEAT_SHIFT) + 1).min(HEAT_MAX) } else { 0 };
+    pub fn held(self, returned_soon: bool) -> Self {
+        let heat = if returned_soon { (((self.0 & HEAT_MASK) >> HEAT_SHIFT) + 1).min(HEAT_MAX) } else { 0 };
         let rounds = (1 << heat) - 1;
         Self(Self::new(PageState::Held).0 | QUEUED | heat << HEAT_SHIFT | rounds << ROUNDS_SHIFT)
     }

@@ -53,8 +53,8 @@ pub struct Port {
     locals: Vec<LocalKey>,
     /// Operations that the next [`Port::flush`] posts.
     queued: Vec<Work>,
-    /// Operations that are queued or posted, and whose completions are not yet polled. The user of
-    /// the port decrements it.
+    /// Number of operations that are queued or posted, and whose completions are not yet polled.
+    /// The user of the port decrements it.
     pub in_flight: usize,
     /// The time for which there were operations in flight and none has completed. The user of the
     /// port counts it.

@@ -42,12 +42,12 @@ use batch::{BatchWrite, GroupKind, bits};
 use heal::Healer;
 use repack::Repacker;
 
-/// Batches in flight, at most.
+/// Maximum number of batches in flight.
 pub const BATCHES_MAX: usize = 64;
 
 /// Work ids from this one on belong to the healer.
 const HEAL_WORK_ID: u64 = 1 << 62;
-/// The pool is short of memory if less than this part of it is free.
+/// The pool is short of memory if less than 1/`FREE_DIVISOR` of it is free.
 const FREE_DIVISOR: u64 = 4;
 /// The number of the mempool among the local memories of the ports.
 const MEMPOOL: usize = 0;
@@ -56,7 +56,7 @@ const MEMPOOL: usize = 0;
 enum PostReadiness {
     Open,
     Full,
-    /// A node was lost by trying: the slab has other replicas now.
+    /// The attempt has failed and the node was dropped, so the slab has other replicas now.
     NodeGone,
 }
 
@@ -93,8 +93,8 @@ pub struct SenderStats {
     pub repaired_pages: u64,
     /// Sparse slabs that were vacated.
     pub vacated_slabs: u64,
-    /// Times that operations ended because their node did not answer.
-    pub given_up: u64,
+    /// Number of times that the operations of a node were abandoned because it did not answer.
+    pub node_timeouts: u64,
     /// Replicas that were dropped because they lack a WRITE.
     pub incomplete_replicas: u64,
 }
@@ -115,14 +115,14 @@ pub struct Sender {
     away: Vec<NodeId>,
     /// Nodes that have answered a probe.
     answering: Vec<NodeId>,
-    /// The time when unanswered operations were looked at last.
-    looked_at: Duration,
+    /// The time of the last check for unanswered operations.
+    unanswered_checked_at: Duration,
     answer_waits: suspend::AnswerWaits,
     /// The number of slabs that hold pages and have a replica on a suspended node, and no replica
     /// missing, as counted last.
     suspended_slabs: usize,
     /// Nodes that were dropped while operations to them were in flight. A leak scan must not free
-    /// what was on such a node before these have ended.
+    /// extents of such a node before the operations have ended.
     draining_nodes: Vec<(NodeId, OperationGuard)>,
     healer: Healer,
     repacker: Repacker,
@@ -163,7 +163,7 @@ impl Sender {
             lost: Vec::new(),
             away: Vec::new(),
             answering: Vec::new(),
-            looked_at: Duration::ZERO,
+            unanswered_checked_at: Duration::ZERO,
             answer_waits: suspend::AnswerWaits::default(),
             suspended_slabs: 0,
             draining_nodes: Vec::new(),
@@ -185,7 +185,7 @@ impl Sender {
         self.is_pool_short = Arc::clone(user.pool_short_flag());
     }
 
-    /// Sets what may be allocated from now on.
+    /// Sets the memory that may be allocated from now on.
     pub fn set_allowance(&mut self, allowance: Allowance) {
         self.filler.set_allowance(allowance);
     }
@@ -198,7 +198,7 @@ impl Sender {
         (sum(PoolClient::free_bytes), sum(PoolClient::total_bytes))
     }
 
-    /// Asks all nodes what they have free now. Those that are away are not asked.
+    /// Reads the free memory of all nodes that are not away.
     pub fn refresh_pool_bytes(&mut self) {
         let nodes: Vec<NodeId> = self.pool.nodes().collect();
         for node in nodes {
@@ -235,7 +235,7 @@ impl Sender {
     /// Stages a batch that is in its block: determines which pages are zero, and begins to write
     /// the others.
     ///
-    /// `readable(i)` says whether page `i` could be copied into the block. `found` receives an
+    /// `readable(i)` is whether page `i` could be copied into the block. `found` receives an
     /// outcome for each page. The batch is in flight until [`Self::advance`] returns its
     /// [`WrittenBatch`].
     pub fn stage(
@@ -249,8 +249,8 @@ impl Sender {
         self.stage_pages(owner, block, count, readable, None, found);
     }
 
-    /// As [`Self::stage`], for pages that may leave again: `copies[i]` is the clean copy of page
-    /// `i`, if it has one.
+    /// Stages a batch as [`Self::stage`] does. `copies[i]` is the clean copy of page `i`, if it has
+    /// one.
     ///
     /// The caller holds a reference to each clean copy. For a page that is
     /// [`StageOutcome::Unchanged`] the reference passes to the sender.
@@ -318,13 +318,13 @@ impl Sender {
     ///
     /// # Errors
     /// If no node has free memory. All of the above is done nevertheless. The pages without a
-    /// location stay staged, and the next call tries again.
+    /// location stay staged, and the next call retries.
     pub fn advance(&mut self, done: &mut Vec<WrittenBatch>) -> Result<(), NoRoom> {
         if self.slabs.has_emptied_slabs() {
             self.filler.collect_emptied(&mut self.pool);
         }
         self.collect();
-        self.give_up_unanswered();
+        self.abandon_unanswered();
         self.confirm_all();
         let result = self.post_all();
         self.ports.open_ports().for_each(|(_, port)| port.flush());
@@ -375,7 +375,7 @@ impl Sender {
     /// frees them.
     ///
     /// # Errors
-    /// If it is not a memory node, or there are too many.
+    /// If `node` is not a memory node, or there are too many.
     pub fn add_node(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
         let is_busy = self.ports.open_port(node).is_some_and(|port| port.in_flight > 0);
         let is_busy = (is_busy || self.is_healing()) && !Mutation::AddBusyNode.is_active();
@@ -390,8 +390,8 @@ impl Sender {
         Ok(())
     }
 
-    /// Frees all slabs, because the run has ended. Nothing may be in flight: the caller must call
-    /// [`Self::stop_healing`], and [`Self::advance`] until [`Self::is_idle`].
+    /// Frees all slabs, because the run has ended. No operation may be in flight: the caller must
+    /// call [`Self::stop_healing`], and then [`Self::advance`] until [`Self::is_idle`].
     pub fn close(&mut self) {
         self.batches.clear();
         self.end_healing();
@@ -503,8 +503,8 @@ impl Sender {
     /// Drops a node: no page is read from or written to it any more.
     fn drop_node(&mut self, node: NodeId) {
         if self.ports.open_port(node).is_some_and(|port| port.in_flight > 0) {
-            // A device may repeat the operation, and with RDMA a revoked key still opens what an
-            // endpoint is using.
+            // A device may repeat the operation, and with RDMA a revoked key still opens memory
+            // that an endpoint is using.
             self.draining_nodes.push((node, self.pool.begin_operation()));
         }
         // The port stays open, so that its operations complete as failed.

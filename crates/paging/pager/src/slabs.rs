@@ -25,12 +25,12 @@ mod vacating;
 
 pub(crate) use recovery::UnfinishedReplica;
 
-/// Pages of the largest slab (2 MiB). In a [`Location`] the slab's number begins above the bits for
-/// this count.
+/// Number of pages of the largest slab (2 MiB). In a [`Location`] the slab's number begins above
+/// the bits for this number.
 pub const SLAB_PAGES_MAX: u32 = 512;
-/// Slabs of one run: 128 GiB of the largest size.
+/// Maximum number of slabs of one run: 128 GiB with slabs of the largest size.
 pub const SLABS_MAX: u32 = 1 << 16;
-/// Replicas of a slab, at most.
+/// Maximum number of replicas of a slab.
 pub const REPLICAS_MAX: usize = 3;
 
 const ENTRY_BYTES: usize = 64;
@@ -48,11 +48,11 @@ const GENERATION_SHIFT: u32 = 56;
 /// Bit of a description: the extent is not a complete replica, or is being freed. It is neither
 /// read nor written.
 const UNFINISHED: u64 = 1 << 55;
-/// Damaged pages that wait for their repair, at most. Further ones are reported again when they are
-/// read again.
+/// Maximum number of damaged pages that wait for their repair. Further ones are reported when they
+/// are read again.
 const DAMAGED_MAX: usize = 1024;
 
-/// This many emptied slabs are worth waking the sender.
+/// Number of emptied slabs for which the sender is woken.
 const EMPTIED_WAKE_COUNT: usize = 64;
 
 /// The number of a slab.
@@ -159,7 +159,7 @@ pub struct SlabSet {
 }
 
 impl SlabSet {
-    /// No slabs. Each slab will have one replica.
+    /// Creates an empty set, whose slabs will have one replica.
     ///
     /// # Errors
     /// If the system gives no address space for the records.
@@ -167,7 +167,7 @@ impl SlabSet {
         Self::with_replicas(1)
     }
 
-    /// No slabs. Each slab is to have this number of replicas.
+    /// Creates an empty set, whose slabs will have this number of replicas.
     ///
     /// # Errors
     /// If the system gives no address space for the records.
@@ -202,7 +202,7 @@ impl SlabSet {
         self.pages.load(Relaxed)
     }
 
-    /// Bytes of the pool that all replicas occupy: now, and at most so far.
+    /// Bytes of the pool that all replicas occupy: the present number and the peak.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.bytes.load(Relaxed), self.bytes_peak.load(Relaxed))
@@ -323,7 +323,7 @@ impl SlabSet {
 
     /// Records an extent that is to become a replica, and returns its place.
     ///
-    /// It is recorded before its pages are complete, so that a later agent can free it.
+    /// The extent is recorded before its pages are complete, so that a later agent can free it.
     pub(crate) fn begin_replica(&self, slab: SlabId, replica: Extent) -> usize {
         let replicas = self.replicas(slab);
         assert!(
@@ -425,13 +425,13 @@ impl SlabSet {
         self.extent_at(slab, place, |_| true)
     }
 
-    /// The extent at a place, if `is_asked` accepts its state.
-    fn extent_at(&self, slab: SlabId, place: usize, is_asked: impl Fn(u64) -> bool) -> Option<Extent> {
+    /// The extent at a place, if `is_wanted` accepts its state.
+    fn extent_at(&self, slab: SlabId, place: usize, is_wanted: impl Fn(u64) -> bool) -> Option<Extent> {
         let entry = Self::replica_offset(slab, place);
         loop {
             let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
             let k = u8::try_from(meta >> 48 & 0x7f).expect("7 bits").checked_sub(1)?;
-            if !is_asked(meta & UNFINISHED) {
+            if !is_wanted(meta & UNFINISHED) {
                 return None;
             }
             let addr = self.memory.atomic_u64(entry).load(Acquire);

@@ -21,8 +21,8 @@ const NODE_BYTES: usize = 4096;
 pub const PAGES_MAX: u64 = 1 << (LEVELS * LEVEL_BITS);
 /// Tree nodes of the largest table: enough for the words of 2 TiB of pages.
 const NODES_MAX: u32 = 1 << 20;
-/// The owner of a table must not let it grow beyond this: a move of all pages, which has old and
-/// new leaves for a moment, must still have room.
+/// Largest size to which the owner may let a table grow, in bytes. A move of all pages, which has
+/// old and new leaves for a moment, must still have room.
 pub const TABLE_BYTES_MAX: usize = NODES_MAX as usize / 2 * NODE_BYTES;
 const ROOT: u32 = 0;
 const NO_LEAF: u64 = u64::MAX;
@@ -111,7 +111,7 @@ impl PageTable {
     }
 
     /// Sets a hook that is called before each store, so that a test can stop the agent between any
-    /// two.
+    /// two stores.
     pub fn before_store(&mut self, hook: fn()) {
         self.before_store = Some(hook);
     }

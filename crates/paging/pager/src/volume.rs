@@ -1,5 +1,5 @@
-//! A volume: where each of its pages is, and the steps between the places. It is a pure state
-//! machine: it does no I/O.
+//! A volume: where each of its pages is, and the steps between the places. A pure state machine,
+//! which does no I/O.
 //!
 //! The owner, which is one thread, asks the volume what a fault needs and which pages to evict, and
 //! reports the outcome of each step. `docs/formats/paging.md` lists the steps of a page; each step
@@ -24,11 +24,12 @@ use crate::table::{PageTable, TableError};
 
 pub use absorb::SealedBlock;
 
-/// How often a page with rounds left is passed over at most, in one search for pages to evict (see
-/// [`PageWord::held`]).
+/// Maximum number of times that a page with rounds left is passed over in one search for pages to
+/// evict (see [`PageWord::held`]).
 const VISITS_PER_PAGE: usize = 8;
 
-/// A page *came back soon* if at most this part of the number of held pages has left since it left.
+/// A page *returned soon* if at most 1/`SOON_DIVISOR` of the number of held pages has left since
+/// the page left.
 const SOON_DIVISOR: u64 = 2;
 
 pub use recovery::{RecoveredVolume, finish_move};
@@ -36,12 +37,12 @@ pub use recovery::{RecoveredVolume, finish_move};
 /// The pages of one eviction, at most [`BLOCK_PAGES`].
 pub type Batch = Vec<PageNumber>;
 
-/// What the sender found when it staged a page of a batch in the mempool.
+/// The outcome of staging a page of a batch in the mempool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StageOutcome {
     /// The page's bytes are in the slot.
     Data,
-    /// As [`StageOutcome::Data`], and the bytes are those of the page's clean copy.
+    /// The page's bytes are in the slot, and are the same as in the page's clean copy.
     ///
     /// The sender owns the reference to that location from now on, and passes it back to
     /// [`Volume::written`].
@@ -79,14 +80,14 @@ pub struct Volume {
     slabs: Arc<SlabSet>,
     mempool: Arc<Mempool>,
     budget: BudgetMember,
-    /// The resident queue: pages in the order in which they became resident. Hot pages go round
+    /// The resident queue: pages in the order in which they became resident. Hot pages are queued
     /// again. An entry counts only while its page is held and has the *queued* flag.
     resident: VecDeque<PageNumber>,
     /// Pages that were resident when this volume was cloned. They are shared with the parent until
     /// they are claimed, so they are evicted last.
     inherited: VecDeque<PageNumber>,
     held: u64,
-    /// Pages that were picked for eviction so far.
+    /// Number of pages that were picked for eviction so far.
     departures: u64,
     /// Indexed by block number; `None` where this volume does not own the block.
     blocks: Vec<Option<VolumeBlock>>,
@@ -145,7 +146,7 @@ impl Volume {
         self.table.before_store(hook);
     }
 
-    /// Where a page is.
+    /// The place of a page.
     #[must_use]
     pub fn state(&mut self, page: PageNumber) -> PageState {
         self.table.get(page).state()
@@ -192,7 +193,7 @@ impl Volume {
     /// Records that the page is resident in the program with its newest bytes.
     ///
     /// The location from which it was read becomes its clean copy, unless the pool is short of
-    /// memory. `is_wanted` says that the program faulted on this page. It is false if the page was
+    /// memory. `is_wanted` is whether the program faulted on this page. It is false if the page was
     /// filled ahead of a fault, or during a sequential walk; then the page does not become hot.
     pub fn hold(&mut self, page: PageNumber, is_wanted: bool) {
         let word = self.table.get(page);
@@ -210,19 +211,20 @@ impl Volume {
         }
         let copy = copy.filter(|_| is_kept);
         self.may_have_clean_copies |= copy.is_some();
-        let came_back = was_elsewhere && word.departures_since(self.departures) <= self.held / SOON_DIVISOR;
+        let returned_soon =
+            was_elsewhere && word.departures_since(self.departures) <= self.held / SOON_DIVISOR;
         self.count_held(1);
         if !word.is_queued() {
             self.resident.push_back(page);
         }
-        self.table.set(page, word.held(came_back && is_wanted).with_clean_copy(copy));
+        self.table.set(page, word.held(returned_soon && is_wanted).with_clean_copy(copy));
     }
 
     /// Picks up to `max` pages in the order of the resident queue, marks them leaving, and appends
     /// them to `out`.
     ///
     /// Pages for which `pinned` returns true stay. `out` is sorted by page number, so that
-    /// neighbours leave together and come back together. Pages that are shared with a relative are
+    /// neighbours leave together and return together. Pages that are shared with a relative are
     /// picked only if `include_inherited`.
     pub fn pick_victims(
         &mut self,
@@ -297,8 +299,8 @@ impl Volume {
         self.inherited.push_back(page);
     }
 
-    /// Records that the program kept the page, because it is pinned, locked or busy. It is tried
-    /// again after all others.
+    /// Records that the program kept the page, because it is pinned, locked or busy. The page is
+    /// retried after all others.
     pub fn refused(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving, "only a leaving page can be refused");
@@ -307,8 +309,8 @@ impl Volume {
             .set(page, PageWord::new(PageState::Held).with_queued(true).with_clean_copy(word.clean_copy()));
     }
 
-    /// Records that the page was absent when the worker came to move it: the program had given it
-    /// up.
+    /// Records that the page was absent when the worker was to move it, because the program had
+    /// discarded it.
     pub fn vanished(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving);
@@ -370,7 +372,7 @@ impl Volume {
     /// Records that memory nodes have acknowledged the batch: page `i` of it is at `locations[i]`.
     ///
     /// Update rule: a slot becomes reclaimable only if the newest bytes of its page are still in
-    /// that slot. If the page came back to the program or was given up after the WRITE was posted,
+    /// that slot. If the page returned to the program or was discarded after the WRITE was posted,
     /// the written bytes are old, and their location is released.
     pub fn written(&mut self, id: BlockId, locations: &[Option<Location>]) {
         let mut block = self.remove_block(id, BlockPhase::Staged);
@@ -395,7 +397,7 @@ impl Volume {
         self.reclaimable.push_back(id);
     }
 
-    /// Whether a page of this range is not Zero. A page that was given up while it was leaving
+    /// Whether a page of this range is not Zero. A page that was discarded while it was leaving
     /// counts as Zero.
     pub fn has_pages(&mut self, start: PageNumber, end: PageNumber) -> bool {
         let mut has_pages = false;
@@ -411,7 +413,7 @@ impl Volume {
         self.forget(start, end, PageState::Zero);
     }
 
-    /// Records that the program gave these pages up (`MADV_DONTNEED`), and that the kernel will
+    /// Records that the program discarded these pages (`MADV_DONTNEED`), and that the kernel will
     /// drop them *after* this event.
     pub fn remove_range(&mut self, start: PageNumber, end: PageNumber) {
         let after =
@@ -419,8 +421,8 @@ impl Volume {
         self.forget(start, end, after);
     }
 
-    /// Records that an untracked page is present although the program gave it up: the kernel may
-    /// still drop it.
+    /// Records that an untracked page is present although the program discarded it, so that the
+    /// kernel may still drop it.
     pub fn mark_doubtful(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         if word.state() == PageState::Zero {

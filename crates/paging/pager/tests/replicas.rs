@@ -14,7 +14,7 @@ use aquifer_pager::{
 use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
 
 const NODE_BYTES: u64 = 2 << 20;
-/// More rounds than any step in these tests needs.
+/// Maximum number of rounds of a step, more than any step in these tests needs.
 const ROUNDS_MAX: usize = 10_000;
 
 #[derive(Clone, Debug)]
@@ -139,7 +139,7 @@ impl ReplicaTest {
         assert!(!self.sender.is_healing(), "healing never ends");
     }
 
-    /// Lets time pass while the sender advances now and then.
+    /// Advances the clock by `time`, and the sender in steps.
     fn advance_by(&mut self, time: Duration) {
         for _ in 0..50 {
             let now_ns = self.cluster.fabric.now_ns();

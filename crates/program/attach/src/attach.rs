@@ -10,10 +10,10 @@ use aquifer_ipc::{
 };
 
 use crate::children;
+use crate::connect_back;
 use crate::descriptors;
 use crate::fatal;
 use crate::hidden;
-use crate::knock;
 use crate::memory;
 use crate::populate;
 use crate::raw::close;
@@ -26,8 +26,8 @@ const BOUNCE_BUFFER_BYTES: usize = BATCH_PAGES_MAX * PAGE;
 const STAGING_BYTES: usize = STAGING_BUFFERS * BATCH_PAGES_MAX * PAGE;
 /// Size of `sun_path` in a socket address.
 const PATH_BYTES: usize = 108;
-/// Maximum number of connections on which a request is tried. An agent that is restarted closes
-/// them, so this many agents can die one after the other while a program attaches.
+/// Maximum number of connections for one request. A restarted agent closes them, so this is the
+/// number of agents that can die one after the other while a program attaches.
 const CONNECTIONS_MAX: u32 = 64;
 
 /// The memory of a process that is paged, and that counts against the limit of its run.
@@ -35,8 +35,8 @@ const CONNECTIONS_MAX: u32 = 64;
 pub enum Paged {
     /// All memory that can be paged.
     All,
-    /// What is mapped, or will be mapped, from the first address up to the second one. Both are
-    /// multiples of the page size.
+    /// Present and future mappings from the first address up to the second one. Both are multiples
+    /// of the page size.
     Only(usize, usize),
 }
 
@@ -45,15 +45,15 @@ pub enum Paged {
 pub enum Attached {
     /// A program, by a userfaultfd that it opens.
     Program,
-    /// A forked child, whose userfaultfd the agent has got with the fork event, and sends. The
-    /// number is the agent's for it.
+    /// A forked child with the agent's number for it. The agent has its userfaultfd from the fork
+    /// event, and sends it.
     Child(u64),
 }
 
 /// The parameters by which a process is attached. Forked children inherit them.
 ///
-/// They are atomics in static memory, because a forked child must not allocate memory, and a lock
-/// may have been held by another thread at the fork.
+/// The parameters are atomics in static memory, because a forked child must not allocate memory,
+/// and another thread may have held a lock at the fork.
 struct AttachParameters {
     /// Address of the canary.
     canary: AtomicUsize,
@@ -75,12 +75,12 @@ static PARAMETERS: AttachParameters = AttachParameters {
 };
 /// The memory that the worker of this process shares with the agent.
 static CONTROL: AtomicPtr<WorkerControl> = AtomicPtr::new(null_mut());
-/// Points to a word that is 1 in an attached process. Its page is empty in each child that has a
-/// copy of the memory, however the child was created.
+/// Pointer to a word that is 1 in an attached process. The word's page is empty in each child that
+/// has a copy of the memory, however the child was created.
 static IS_ATTACHED: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
-/// The part of a thread's control block (glibc's `struct pthread`) that is pinned: all of it in
-/// glibc 2.36, and what the kernel writes in any.
+/// Pinned bytes of a thread's control block (glibc's `struct pthread`): the whole block in glibc
+/// 2.36, and in each version the words that the kernel writes.
 const CONTROL_BLOCK_BYTES: usize = 2304;
 /// Interval at which a thread that has pinned a page checks whether the agent has finished an
 /// eviction.
@@ -155,9 +155,9 @@ fn map_wiped_on_fork(bytes: usize) -> usize {
     address
 }
 
-/// Gives the kernel an advice about a mapping of this library, which the agent does not page.
+/// Gives the kernel an advice about a mapping of this library. The agent does not page the mapping.
 pub fn advise(address: usize, length: usize, advice: i32) {
-    // SAFETY: the advice changes only what a forked child gets.
+    // SAFETY: the advice changes only the memory of forked children.
     unsafe {
         crate::raw::syscall(libc::SYS_madvise, [address, length, advice as usize, 0, 0, 0]);
     }
@@ -206,7 +206,7 @@ fn attach_child() {
     let canary = PARAMETERS.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: this library has mapped the page before the fork.
     let number = unsafe { ptr::read_volatile(canary) };
-    knock::begin();
+    connect_back::begin();
     attach(Attached::Child(number));
 }
 
@@ -255,7 +255,7 @@ pub fn attach_here(attached: Attached, thread_word: *const AtomicU32) {
     if result < 0 {
         fatal::exit("this kernel's userfaultfd cannot move pages: use Linux 6.8 or newer", -result);
     }
-    let (hello, socket, control_fd, received_uffd) = introduce(staging_uffd, own_uffd, number);
+    let (hello, socket, control_fd, received_uffd) = exchange_hello(staging_uffd, own_uffd, number);
     let program_uffd = if is_child { received_uffd } else { own_uffd };
     let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut WorkerControl;
     advise(control as usize, CONTROL_BYTES, libc::MADV_DONTFORK);
@@ -306,12 +306,12 @@ pub fn map(bytes: usize, flags: i32, fd: i32) -> usize {
     address as usize
 }
 
-/// Introduces this process to an agent. Returns what it has said, the socket, the descriptor of the
-/// control memory, and for a child its userfaultfd.
+/// Sends a hello to an agent and receives the answer. Returns the hello, the socket, the descriptor
+/// of the control memory, and for a child its userfaultfd.
 ///
-/// If the agent ends before it answers, the next one is asked, about other pages: what the agent
-/// has already filled proves nothing any more. The worker keeps the socket open.
-fn introduce(staging_uffd: i32, own_uffd: i32, number: u64) -> (ProgramHello, i32, i32, i32) {
+/// If the agent ends before it answers, the next agent gets a hello with other pages, because pages
+/// that the last agent has filled prove nothing. The worker keeps the socket open.
+fn exchange_hello(staging_uffd: i32, own_uffd: i32, number: u64) -> (ProgramHello, i32, i32, i32) {
     for attempt in 0..CONNECTIONS_MAX {
         if own_uffd >= 0 && attempt > 0 {
             PARAMETERS.canary.store(map_wiped_on_fork(CANARY_BYTES), Ordering::Relaxed);
@@ -335,9 +335,9 @@ fn map_private_memory(staging_uffd: i32, own_uffd: i32, number: u64) -> ProgramH
     let private = map(private_bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
     let bounce_buffer = private + STACK_BYTES;
     let staging = bounce_buffer + BOUNCE_BUFFER_BYTES;
-    // A forked child maps its own.
+    // A forked child maps its own memory.
     advise(private, private_bytes, libc::MADV_DONTFORK);
-    // Tools that read it would hold pages that the worker moves.
+    // Tools that read this memory would hold pages that the worker moves.
     advise(private, private_bytes, libc::MADV_DONTDUMP);
     let result = uffd::register(staging_uffd, staging, STAGING_BYTES);
     if result < 0 {
@@ -357,7 +357,8 @@ fn map_private_memory(staging_uffd: i32, own_uffd: i32, number: u64) -> ProgramH
     }
 }
 
-/// Connects to the agent. A forked child that cannot reach the agent's socket knocks.
+/// Connects to the agent. A forked child that cannot reach the agent's socket sends a connect-back
+/// request.
 fn connect(is_child: bool) -> i32 {
     let unreachable = match connect_by_path() {
         Ok(socket) => return socket,
@@ -365,7 +366,7 @@ fn connect(is_child: bool) -> i32 {
     };
     if is_child {
         let canary = PARAMETERS.canary.load(Ordering::Relaxed);
-        return knock::connect(canary)
+        return connect_back::connect(canary)
             .unwrap_or_else(|errno| fatal::exit("connection to the agent failed", errno));
     }
     match unreachable {

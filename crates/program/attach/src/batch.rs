@@ -44,18 +44,18 @@ pub trait PageBatch {
     fn is_moved(&self, index: usize) -> bool;
 }
 
-/// A page could not be moved from the bounce buffer to the staging buffer, or that buffer could not
-/// be emptied.
+/// Error: a page could not be moved from the bounce buffer to the staging buffer, or the staging
+/// buffer could not be emptied.
 #[derive(Debug)]
 pub struct StagingError;
 
 const PAGE: usize = 4096;
-/// Maximum number of retries of moves into the staging buffer that fail with EAGAIN. No event can
-/// be unread there, so EAGAIN means that a page or a lock is briefly in use, and EBUSY that another
-/// process reads the page.
+/// Maximum number of retries of moves into the staging buffer that fail with EAGAIN or EBUSY. No
+/// event can be unread there, so EAGAIN means that a page or a lock is briefly in use, and EBUSY
+/// that another process reads the page.
 const STAGE_RETRIES_MAX: u32 = 1_000_000;
-/// The same before a batch, when pages that others have brought into the bounce buffer are dropped.
-/// Such a reader may wait for the agent, which waits for this batch.
+/// Maximum number of these retries before a batch, when pages of other readers in the bounce buffer
+/// are dropped. Such a reader may wait for the agent, which waits for this batch.
 const EMPTY_RETRIES_MAX: u32 = 1000;
 const EXISTS: isize = -(libc::EEXIST as isize);
 const AGAIN: isize = -(libc::EAGAIN as isize);
@@ -63,7 +63,7 @@ const BUSY: isize = -(libc::EBUSY as isize);
 
 /// Moves a batch out of the program into the staging buffer, and sets the status of each page.
 ///
-/// The agent must have copied what was in the staging buffer before. If the buffers cannot be
+/// The agent must have copied the earlier pages of the staging buffer. If the buffers cannot be
 /// emptied now, no page is moved, and all have the status EBUSY.
 ///
 /// # Errors
@@ -80,8 +80,8 @@ pub fn move_batch(mover: &mut impl PageMover, batch: &impl PageBatch) -> Result<
 /// Drops all pages of both buffers.
 ///
 /// The bounce buffer has a page if a debugger has read that address, or if the agent has identified
-/// the process by it (`docs/formats/paging.md`). Such a page cannot be dropped in place, because
-/// that would raise an event. So it is moved to the staging buffer first.
+/// the process by it (`docs/formats/paging.md`). A drop there would raise an event, so the page is
+/// moved to the staging buffer first.
 fn empty_buffers(mover: &mut impl PageMover) -> Result<(), StagingError> {
     if !mover.empty_staging() {
         return Err(StagingError);
@@ -134,8 +134,8 @@ fn is_occupied(mover: &mut impl PageMover, index: usize) -> bool {
     occupied[index]
 }
 
-/// Moves pages from the bounce buffer to the staging buffer, whose pages can be dropped without an
-/// event: those of the first `count` for which `is_in_bounce_buffer` returns true.
+/// Moves those of the first `count` pages of the bounce buffer for which `is_in_bounce_buffer`
+/// returns true to the staging buffer. Pages there can be dropped without an event.
 fn stage(
     mover: &mut impl PageMover,
     count: usize,
@@ -165,8 +165,8 @@ fn stage(
     Ok(())
 }
 
-/// Number of indices from `at` on, below `count`, for which `belongs` returns true. It is not
-/// called for `at`, which counts.
+/// The number of consecutive indices from `at` on, below `count`, for which `belongs` returns true.
+/// `at` counts without a call.
 fn count_while(at: usize, count: usize, belongs: impl Fn(usize) -> bool) -> usize {
     1 + (at + 1..count).take_while(|other| belongs(*other)).count()
 }

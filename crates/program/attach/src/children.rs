@@ -39,7 +39,7 @@ pub fn look_up_next_symbols() {
     NEXT_FORK.address();
 }
 
-/// What the program has asked a child of `clone` to run.
+/// The routine that the program runs in a child of `clone`, and its argument.
 #[repr(C)]
 struct ChildStart {
     routine: ChildRoutine,
@@ -56,8 +56,8 @@ extern "C" fn start_child(start: *mut c_void) -> c_int {
     routine(argument)
 }
 
-/// Interposes libc's function of this name. The caller may leave out the last three arguments if
-/// `flags` does not ask for them.
+/// Interposes libc's function of this name. The caller may omit the last three arguments if
+/// `flags` does not request them.
 ///
 /// # Safety
 /// As of libc's `clone`.

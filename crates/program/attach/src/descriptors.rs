@@ -1,7 +1,7 @@
-//! Descriptors for a process that has as many open files as it may have, or that may have few.
+//! Descriptors for a process at or near its limit of open files.
 //!
-//! The limit is raised for a moment. If that is not permitted, a thread of its own attaches the
-//! process: it has a copy of the descriptors, and closes what is in it. The process waits for it.
+//! The limit is raised for a moment. If that is not permitted, a new thread attaches the process:
+//! the thread has a copy of the descriptors and closes them. The process waits for the thread.
 
 use core::mem::zeroed;
 use core::ptr::{null, null_mut};
@@ -11,11 +11,11 @@ use crate::attach::{Attached, advise, attach_here, map};
 use crate::fatal;
 use crate::raw::{close, spawn, syscall};
 
-/// Descriptors with which a process is attached without a thread of its own.
+/// Number of free descriptors with which a process is attached without a new thread.
 pub const NEEDED: usize = 10;
-/// Descriptors that are open at once while a thread attaches the process, beside that for messages:
-/// two userfaultfds, the socket, and the control memory. When the last one is closed, the worker's
-/// pidfd takes its place.
+/// Number of descriptors that are open at once while a thread attaches the process, in addition to
+/// that for messages: two userfaultfds, the socket, and the control memory. The worker's pidfd
+/// opens after the last of them is closed.
 const NEEDED_MIN: usize = 4;
 const STACK_BYTES: usize = 32 * 4096;
 
@@ -30,7 +30,7 @@ impl Limit {
         let is_known = unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, null(), &raw mut limit) } == 0;
         let enough = limit.rlim_cur.saturating_add(NEEDED as u64);
         let to_maximum = libc::rlimit64 { rlim_cur: limit.rlim_max.min(enough), ..limit };
-        // Only with the rights of root.
+        // Only root may raise the hard limit.
         let beyond = libc::rlimit64 { rlim_cur: enough, rlim_max: limit.rlim_max.max(enough) };
         // SAFETY: the call reads one struct.
         let set =
@@ -39,7 +39,7 @@ impl Limit {
         Self(has_changed.then_some(limit))
     }
 
-    /// Restores the limit. What is open stays open.
+    /// Restores the limit. Open files stay open.
     pub fn restore(self) {
         if let Some(limit) = self.0 {
             // SAFETY: the call reads one struct.
@@ -63,17 +63,17 @@ pub fn are_available(count: usize) -> bool {
     has_room
 }
 
-/// What the thread needs to know, at the lower end of its stack.
+/// The parameters of the thread that attaches, at the lower end of its stack.
 struct Attaching {
     attached: Attached,
     thread_word: *const AtomicU32,
 }
 
-/// Attaches this process by a thread with descriptors of its own.
+/// Attaches this process by a thread that has its own descriptors.
 pub fn attach_by_thread(attached: Attached, thread_word: *const AtomicU32) {
     let stack = map(STACK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
     advise(stack, STACK_BYTES, libc::MADV_DONTFORK);
-    // As a thread, it is this process for the agent, and its children are this process's.
+    // For the agent, the thread is this process, and its children are this process's.
     let flags = libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_FS | libc::CLONE_VFORK;
     // SAFETY: the lower end of the stack has room for an `Attaching`, and no other user. The thread
     // uses the stack from its upper end, and the thread control block of this thread, which is

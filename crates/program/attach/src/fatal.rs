@@ -11,7 +11,7 @@ struct Line {
 }
 
 impl Write for Line {
-    /// Appends a text. What does not fit is left out.
+    /// Appends a text. Bytes that do not fit are omitted.
     fn write_str(&mut self, text: &str) -> core::fmt::Result {
         let length = text.len().min(self.bytes.len() - self.used);
         self.bytes[self.used..self.used + length].copy_from_slice(&text.as_bytes()[..length]);
@@ -30,7 +30,7 @@ pub fn exit(reason: &str, errno: isize) -> ! {
 /// Prints the reason and ends the program.
 pub fn exit_with(reason: &dyn Display) -> ! {
     let mut line = Line { bytes: [0; 512], used: 0 };
-    // This cannot fail: what does not fit is left out.
+    // This cannot fail: bytes that do not fit are omitted.
     let _ = writeln!(line, "aquifer: {reason}");
     // SAFETY: writes from a local buffer, then ends the process without running the program's exit
     // handlers.

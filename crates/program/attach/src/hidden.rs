@@ -1,5 +1,5 @@
-//! Hides workers from the program: `wait` does not return them, `kill` of all processes leaves them
-//! out, and folders of `/proc` do not list them.
+//! Hides workers from the program: `wait` does not return them, `kill` of all processes excludes
+//! them, and folders of `/proc` do not list them.
 //!
 //! The kernel cannot hide a worker from the program's PID namespace, nor from a process that adopts
 //! orphans (`docs/decisions/0025-hide-workers.md`). Interposes the functions of libc by which a
@@ -43,8 +43,8 @@ pub fn look_up_next_symbols() {
 
 // ---- wait ---------------------------------------------------------------------------------------
 
-/// Whether a wait for this child can return a worker: it is for any child, and the process may have
-/// adopted workers whose parents have ended.
+/// Whether a wait for this child can return a worker: the wait is for any child, and the process
+/// may have adopted workers whose parents have ended.
 fn may_return_worker(child: c_int) -> bool {
     child == ANY && attach::is_attached() && is_reaper()
 }
@@ -71,17 +71,17 @@ unsafe fn raw_waitid(kind: u32, id: u32, info: *mut libc::siginfo_t, options: c_
     }
 }
 
-/// A child that can be waited for.
+/// The result of [`peek`].
 enum Waitable {
     /// The number of the process, and the state that the kernel reports.
     Child(u32, libc::siginfo_t),
-    /// None is, and the caller does not want to wait.
+    /// No child has a status, and the caller does not want to wait.
     Nothing,
 }
 
-/// Waits for any child but workers, and leaves it waitable. Workers that have ended are waited for.
+/// Waits for any child but workers, and leaves it waitable. Reaps workers that have ended.
 ///
-/// `waitid` waits as the caller wants to.
+/// `waitid` is the call that waits.
 ///
 /// # Errors
 /// A negative errno.
@@ -107,7 +107,7 @@ fn peek(
             return Ok(Waitable::Child(pid, info));
         }
         let how = libc::WEXITED | libc::WNOHANG | libc::__WALL;
-        // SAFETY: the child has ended, and only its number is given free.
+        // SAFETY: the child has ended, and the call only releases its number.
         unsafe { raw_waitid(libc::P_PID, pid, null_mut(), how, 0) };
     }
 }
@@ -128,7 +128,7 @@ unsafe fn wait4_any(
         let how = (options | libc::WNOHANG) as usize;
         // SAFETY: as of the caller.
         let result = unsafe { syscall(libc::SYS_wait4, [pid as usize, status, how, usage, 0, 0]) };
-        // Another thread may have waited for it.
+        // Another thread may have reaped the child.
         if result != 0 && result != NO_CHILD {
             return result;
         }
@@ -157,7 +157,7 @@ unsafe fn waitid_any(
                 (raw_waitid(libc::P_PID, pid, &raw mut taken, how, usage), taken.si_pid())
             };
             if result == NO_CHILD || result == 0 && taken == 0 {
-                // Another thread has waited for it.
+                // Another thread has reaped the child.
                 continue;
             }
             if result < 0 {
@@ -299,8 +299,8 @@ pub unsafe extern "C" fn waitid(
 
 // ---- kill ---------------------------------------------------------------------------------------
 
-/// The system call `kill`, which leaves out workers if it is for all processes. Returns the
-/// kernel's result.
+/// The system call `kill`, which excludes workers if it is for all processes. Returns the kernel's
+/// result.
 pub fn raw_kill_without_workers(pid: c_int, signal: c_int) -> isize {
     // SAFETY: sends a signal, and accesses no memory.
     let kill = |pid: c_int| unsafe { syscall(libc::SYS_kill, [pid as usize, signal as usize, 0, 0, 0, 0]) };
@@ -322,7 +322,7 @@ pub fn raw_kill_without_workers(pid: c_int, signal: c_int) -> isize {
                 other => result = other,
             }
         }
-        // Whether there is one is all that signal 0 asks.
+        // Signal 0 only checks whether there is a process.
         signal != 0 || result != 0
     });
     result
@@ -340,7 +340,7 @@ pub unsafe extern "C" fn kill(pid: c_int, signal: c_int) -> c_int {
 
 // ---- folders of processes -----------------------------------------------------------------------
 
-/// Whether an entry of a folder is that of a worker's process.
+/// Whether an entry of a folder is of a worker's process.
 unsafe fn is_worker_entry(folder: *mut libc::DIR, entry: *const libc::dirent64) -> bool {
     // SAFETY: libc has returned the entry, whose name ends with a zero.
     unsafe {

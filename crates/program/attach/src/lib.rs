@@ -1,11 +1,11 @@
 //! The code inside a program that attaches it to the agent.
 //!
-//! It opens a userfaultfd, sends it to the agent, and starts the worker: a process that shares the
-//! program's memory and moves pages out of it at the agent's command. It interposes functions of
-//! libc: those that create children and threads, those by which a program sees workers, those whose
-//! changes of memory the kernel does not report, and those that make much memory resident at once.
-//! The library that contains this code decides what is paged: the shim all memory, and the
-//! allocator only its own.
+//! The code opens a userfaultfd, sends it to the agent, and starts the worker: a process that
+//! shares the program's memory and moves pages out of it at the agent's command. It interposes
+//! functions of libc: those that create children and threads, those by which a program sees
+//! workers, those whose changes of memory the kernel does not report, and those that make much
+//! memory resident at once. The library that contains this code decides what is paged: the shim all
+//! memory, and the allocator only its own.
 //!
 //! The code uses only libc and `ipc`. It allocates no memory after a fork, and has no effect before
 //! [`attach_program`] is called.
@@ -22,10 +22,10 @@
 mod attach;
 pub mod batch;
 mod children;
+mod connect_back;
 mod descriptors;
 pub mod fatal;
 mod hidden;
-mod knock;
 mod memory;
 mod memory_functions;
 mod moves;

@@ -13,25 +13,25 @@ use crate::raw::syscall;
 
 /// Drops the contents of pages, and makes accesses to them raise SIGSEGV. Since Linux 6.13.
 const MADV_GUARD_INSTALL: c_int = 102;
-/// The segment replaces what is mapped at its address.
+/// Flag of `shmat`: the segment replaces the mappings at its address.
 const SHM_REMAP: c_int = 0o40000;
 const PAGE: usize = 4096;
-/// Result for a page that has a guard or cannot be read.
+/// Error for a page that has a guard or cannot be read.
 const FAULT: isize = -(libc::EFAULT as isize);
 /// Most ranges of one call of `process_madvise`.
 const RANGES_MAX: usize = 1024;
 
-/// Whether the program may have memory that its forked children do not get, or get empty. A child
+/// Whether the program may have memory that is absent or empty in its forked children. A child
 /// inherits the value.
 static HAS_FORK_ADVICE: AtomicBool = AtomicBool::new(false);
 
-/// Whether the program may have memory that its forked children do not get, or get empty.
+/// Whether the program may have memory that is absent or empty in its forked children.
 pub fn has_fork_advice() -> bool {
     HAS_FORK_ADVICE.load(Ordering::Acquire)
 }
 
-/// Must be called before the kernel is given an advice. Reports to the agent the first advice about
-/// what forked children get.
+/// Reports to the agent the first advice that changes the memory of forked children. Must be called
+/// before the kernel gets the advice.
 pub fn before_madvise(advice: c_int) {
     if matches!(advice, libc::MADV_DONTFORK | libc::MADV_WIPEONFORK)
         && !HAS_FORK_ADVICE.swap(true, Ordering::AcqRel)
@@ -40,11 +40,12 @@ pub fn before_madvise(advice: c_int) {
     }
 }
 
-/// Must be called after the kernel was given an advice about a range, with the kernel's result.
+/// Makes the kernel report an advice about a range. Must be called after the advice, with the
+/// kernel's result.
 ///
-/// If the advice was to install guards, it drops the pages once more, so that the kernel reports
-/// the drop as an event. The guards stay. After an error the kernel may have applied the advice to
-/// a part of the range. Only pages with guards are dropped then.
+/// If the advice was to install guards, the function drops the pages once more, so that the kernel
+/// reports the drop as an event. The guards stay. After an error the kernel may have applied the
+/// advice to a part of the range. Only pages with guards are dropped then.
 ///
 /// # Safety
 /// The kernel must have been given that advice by the caller.
@@ -57,7 +58,7 @@ pub unsafe fn after_madvise(address: usize, length: usize, advice: c_int, result
 }
 
 unsafe fn drop_pages(address: usize, length: usize) {
-    // SAFETY: the caller needs the contents no more.
+    // SAFETY: the caller does not need the contents.
     unsafe {
         syscall(libc::SYS_madvise, [address, length, libc::MADV_DONTNEED as usize, 0, 0, 0]);
     }
@@ -77,8 +78,8 @@ unsafe fn drop_guarded_pages(address: usize, length: usize) {
     }
 }
 
-/// Must be called before `shmat`. If the call will replace memory, this function maps anonymous
-/// memory there first, because the kernel reports that change.
+/// Maps anonymous memory where a `shmat` will replace memory, because the kernel reports that
+/// change. Must be called before `shmat`.
 ///
 /// Nothing is replaced if the segment cannot be attached.
 ///

@@ -1,8 +1,8 @@
 //! The functions of libc that the compiler calls to copy, set and compare memory.
 //!
-//! A program may have functions of these names, as those that are built with sanitizers do. The
-//! worker must not call them: they may use memory of the program that is away. So this library has
-//! its own, which the program does not see.
+//! A program may have functions of these names, for example if it is built with sanitizers. The
+//! worker must not call them, because they may use evicted memory of the program. So this library
+//! has its own functions, which the program does not see.
 
 use core::arch::global_asm;
 
@@ -134,7 +134,7 @@ global_asm!(
 
 #[cfg(test)]
 mod tests {
-    // So that what is expected is not made by the functions under test.
+    // The functions under test must not compute the expected bytes.
     use std::hint::black_box;
 
     unsafe extern "C" {
@@ -145,7 +145,7 @@ mod tests {
         fn bcmp(one: *const u8, other: *const u8, length: usize) -> i32;
     }
 
-    /// Beyond the lengths that are treated in different ways.
+    /// Bytes of the tested memory, more than all lengths with a separate case.
     const BYTES: usize = 1100;
 
     fn numbers() -> Vec<u8> {

@@ -32,21 +32,21 @@ impl Move {
         self.flags & flag != 0
     }
 
-    /// Whether it only moves a range to a given address.
+    /// Whether the call only moves a range to a given address.
     fn is_plain(&self) -> bool {
         self.has(libc::MREMAP_FIXED)
             && !self.has(libc::MREMAP_DONTUNMAP)
             && self.old_length == self.new_length
     }
 
-    /// Moves mappings one by one that the kernel would move at once if they were not registered,
-    /// and what lies between them not.
+    /// Moves the mappings of the range one by one, but not the gaps between them. The kernel would
+    /// move these mappings at once if they were not registered.
     ///
-    /// After an error some have moved, as after an error of the kernel.
+    /// After an error some mappings have moved, as after an error of the kernel.
     unsafe fn move_several(&self, pieces: &Pieces) -> isize {
         for (start, end) in pieces.iter() {
             let target = self.to + (start - self.from);
-            // SAFETY: the caller has asked for it.
+            // SAFETY: the caller has requested the move.
             let result = unsafe { move_piece(start, end - start, end - start, 0, target) };
             if result < 0 {
                 return result;
@@ -57,7 +57,7 @@ impl Move {
 
     /// Moves, grows or shrinks mappings that are one to the program.
     unsafe fn resize(&self, pieces: &Pieces) -> isize {
-        // SAFETY: the caller gives up what is behind the new end, and allows the rest to move.
+        // SAFETY: the caller drops the memory behind the new end, and allows the rest to move.
         unsafe {
             if self.new_length < self.old_length {
                 unmap(self.from + self.new_length, self.old_length - self.new_length);
@@ -87,16 +87,17 @@ impl Move {
     unsafe fn reserve(&self) -> isize {
         let (fixed, address) = if self.has(libc::MREMAP_FIXED) { (libc::MAP_FIXED, self.to) } else { (0, 0) };
         let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed) as usize;
-        // SAFETY: what is mapped at a fixed address is to be replaced.
+        // SAFETY: the caller has requested to replace the mappings at a fixed address.
         unsafe {
             let protection = libc::PROT_NONE as usize;
             syscall(libc::SYS_mmap, [address, self.new_length, protection, flags, usize::MAX, 0])
         }
     }
 
-    /// Moves all pieces to the reserved range at `self.to`. After an error all are where they were.
+    /// Moves all pieces to the reserved range at `self.to`. After an error all are at their old
+    /// addresses.
     ///
-    /// The last one, which may grow, is the likeliest to fail, so it comes first.
+    /// The last piece is moved first, because it may grow and so is the likeliest to fail.
     unsafe fn move_all(&self, pieces: &Pieces) -> isize {
         let growth = self.new_length.saturating_sub(self.old_length);
         let last = pieces.last();
@@ -105,8 +106,8 @@ impl Move {
             let new_length = if (start, end) == last { old_length + growth } else { old_length };
             let target = self.to + (start - self.from);
             let flags = self.flags & libc::MREMAP_DONTUNMAP;
-            // SAFETY: the target is reserved, and the caller has asked for the move. An error
-            // returns the pieces to where they were, and gives up the reserved range.
+            // SAFETY: the target is reserved, and the caller has requested the move. After an error
+            // the pieces are moved back, and the reserved range is unmapped.
             unsafe {
                 let result = move_piece(start, old_length, new_length, flags, target);
                 if result < 0 {

@@ -1,5 +1,5 @@
-//! The functions that this library interposes: those of libc, or of another library that comes
-//! between.
+//! The functions that this library interposes: those of libc, or of another library that also
+//! interposes them.
 
 use core::ffi::{CStr, c_void};
 use core::ptr::null_mut;
@@ -16,12 +16,12 @@ impl NextSymbol {
         Self { name, address: AtomicPtr::new(null_mut()) }
     }
 
-    /// Returns its address if it was looked up, or null.
-    pub fn known(&self) -> *mut c_void {
+    /// Returns the symbol's address if it was looked up, or null.
+    pub fn resolved(&self) -> *mut c_void {
         self.address.load(Ordering::Acquire)
     }
 
-    /// Returns its address, or null if there is no other definition.
+    /// Returns the symbol's address, or null if there is no other definition.
     ///
     /// The first call searches the loaded libraries. It must not be made in a signal handler, nor
     /// in a forked child.

@@ -5,21 +5,21 @@ use core::ops::Range;
 
 use crate::raw::{close, syscall};
 
-/// Most mappings of one range.
+/// Maximum number of mappings of one range.
 const PIECES_MAX: usize = 256;
-/// Longer than any line up to its path.
+/// Bytes of a line that are kept, more than any line has before its path.
 const LINE_BYTES_MAX: usize = 100;
 const TEXT_BYTES: usize = 4096;
 
-/// The mappings that lie in a range, as far as they do.
+/// The mappings in a range, cut at its ends.
 pub struct Pieces {
     places: [(usize, usize); PIECES_MAX],
     count: usize,
-    /// Whether all are anonymous, private, and have the same rights.
+    /// Whether all mappings are anonymous, private, and have the same rights.
     are_alike: bool,
 }
 
-/// What is said of one mapping.
+/// The fields of one mapping in `/proc/self/maps`.
 struct Line {
     start: usize,
     end: usize,
@@ -84,18 +84,18 @@ impl Pieces {
         }
     }
 
-    /// Start and end of each, in order.
+    /// Start and end of each mapping, in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, usize)> + '_ {
         self.places[..self.count].iter().copied()
     }
 
-    /// Start and end of the last one.
+    /// Start and end of the last mapping.
     pub fn last(&self) -> (usize, usize) {
         self.places[self.count - 1]
     }
 
-    /// Whether the kernel would have joined them to one mapping that covers the range, if they
-    /// had been registered alike.
+    /// Whether the kernel would have joined the mappings to one that covers the range, if they had
+    /// been registered alike.
     pub fn are_one(&self, range: &Range<usize>) -> bool {
         let mut end = range.start;
         let is_covered = self.iter().all(|piece| piece.0 == core::mem::replace(&mut end, piece.1));

@@ -2,7 +2,7 @@
 //! the limit: it holds the lock of the address space, and the agent cannot register memory that is
 //! mapped or filled meanwhile.
 //!
-//! Between two pieces the agent registers what is new. Then each page waits for room like a fault
+//! Between two pieces the agent registers new mappings. Then each page waits for room like a fault
 //! (`docs/formats/paging.md`, "Waiting for room"), also within the kernel.
 
 use core::ffi::{c_int, c_void};
@@ -17,7 +17,8 @@ type LibcMmap = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, c_int, i6
 static NEXT_MMAP: NextSymbol = NextSymbol::new(c"mmap64");
 
 const PAGE: usize = 4096;
-/// Bytes that are populated at once: less than a tenth of what a run may exceed its limit by.
+/// Bytes that are populated at once: less than a tenth of the bytes by which a run may exceed its
+/// limit.
 const PIECE_BYTES: usize = 1 << 20;
 /// A signal has interrupted the call.
 const INTERRUPTED: isize = -(libc::EINTR as isize);
@@ -129,7 +130,7 @@ pub unsafe extern "C" fn mmap(
 ) -> *mut c_void {
     // Other libraries map memory before this one looks up libc's function, also while they look up
     // another one.
-    let next = NEXT_MMAP.known();
+    let next = NEXT_MMAP.resolved();
     // SAFETY: the caller is responsible for the call. The next definition of this name is libc's,
     // or that of a tool which must know of each mapping; it has the type `LibcMmap`.
     let result = unsafe {

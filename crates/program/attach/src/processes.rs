@@ -6,7 +6,7 @@ use crate::raw::{close, syscall};
 
 /// The name of each worker's process.
 pub const WORKER_NAME: &core::ffi::CStr = c"aquifer-worker";
-/// Most processes of a system (`PID_MAX_LIMIT`).
+/// Maximum number of processes of a system (`PID_MAX_LIMIT`).
 const PROCESSES_MAX: u32 = 1 << 22;
 const NUMBER_DIGITS_MAX: usize = 10;
 /// Bytes that are read of a folder at once.
@@ -58,7 +58,7 @@ fn open(folder: i32, path: &Path, flags: i32) -> i32 {
     fd as i32
 }
 
-/// Reads the beginning of a file into `buffer`. Returns what was read; empty on failure.
+/// Reads the beginning of a file into `buffer`. Returns the bytes that were read; none on failure.
 fn read<'a>(folder: i32, path: &Path, buffer: &'a mut [u8]) -> &'a [u8] {
     let fd = open(folder, path, 0);
     if fd < 0 {
@@ -110,7 +110,8 @@ pub fn is_ended_worker(pid: u32) -> bool {
     is_ended_worker_of(own_pid(), read(libc::AT_FDCWD, &path, &mut buffer)) && is_proc_ours()
 }
 
-/// The same for the beginning of the text of `/proc/PID/stat`: `PID (aquifer-worker) Z PARENT …`.
+/// Whether a process is a worker that is a child of `parent` and has ended, from the beginning of
+/// its `/proc/PID/stat`: `PID (aquifer-worker) Z PARENT …`.
 fn is_ended_worker_of(parent: u32, stat: &[u8]) -> bool {
     let Some(open) = stat.iter().position(|byte| *byte == b'(') else { return false };
     let Some(rest) = stat[open + 1..].strip_prefix(WORKER_NAME.to_bytes()) else { return false };
@@ -123,7 +124,7 @@ fn is_ended_worker_of(parent: u32, stat: &[u8]) -> bool {
 pub enum Processes {
     /// The processes are in this folder, which is open.
     Listed(i32),
-    /// There is no folder that has them. They have numbers up to this one.
+    /// No folder lists the processes, whose numbers are at most this one.
     Numbered(u32),
 }
 

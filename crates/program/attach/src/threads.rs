@@ -16,7 +16,7 @@ type PthreadCreate = unsafe extern "C" fn(
 
 static NEXT: NextSymbol = NextSymbol::new(c"pthread_create");
 
-/// What the program has asked a new thread to run.
+/// The routine that the program runs in a new thread, and its argument.
 #[repr(C)]
 struct ThreadStart {
     routine: ThreadRoutine,

@@ -7,8 +7,8 @@ use crate::raw::{close, syscall};
 const PAGE: u64 = 4096;
 const FLAGS: usize = (libc::O_CLOEXEC | libc::O_NONBLOCK) as usize;
 
-/// Features for the staging buffers: no events, and an access to a missing page raises SIGBUS. It
-/// must not wait, because no process resolves faults there.
+/// Features for the staging buffers: no events, and an access to a missing page raises SIGBUS. The
+/// access must not wait, because no process resolves faults there.
 pub const STAGING_FEATURES: u64 = UFFD_FEATURE_SIGBUS | UFFD_FEATURE_MOVE;
 
 /// Opens a userfaultfd without any feature yet. Returns a negative errno if this user must not.

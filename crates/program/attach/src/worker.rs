@@ -1,9 +1,9 @@
 //! The worker: a process that shares the program's memory and moves pages out of it at the agent's
 //! command.
 //!
-//! It is a process and not a thread, so that the program has the threads, signals, children and
-//! limits that it would have without Aquifer, and so that a program that is stopped can still be
-//! paged (`docs/decisions/0018-worker-is-a-process.md`). It needs none of the program's pageable
+//! The worker is a process and not a thread, so that the program has the threads, signals, children
+//! and limits that it would have without Aquifer, and so that a stopped program can still be paged
+//! (`docs/decisions/0018-worker-is-a-process.md`). The worker needs none of the program's pageable
 //! memory: it makes raw system calls, and has its own stack, its own descriptors and no
 //! thread-local storage. While there is no agent, it waits for a command.
 //!
@@ -38,7 +38,7 @@ const FUTEX_WAKE_OP: usize = 5 | 128;
 /// there if the word is the smallest number that can be given.
 const SET_NO_BIT: usize = 2 << 28 | 0x800;
 
-/// What the worker needs to execute commands. It is at the lower end of the worker's stack.
+/// The data by which the worker executes commands, at the lower end of its stack.
 #[repr(C)]
 pub struct Worker {
     /// [`start::STARTING`], [`start::READY`], or a negative errno if the worker could not confine
@@ -262,8 +262,9 @@ impl PageMover for WorkerMemory<'_> {
         occupied.iter_mut().zip(present).for_each(|(is_occupied, present)| *is_occupied = present & 1 == 1);
     }
 
-    /// The page of the word that the worker reads stays, whether it is pinned or not: the program
-    /// can overwrite its pins, and the agent would wait for a worker that waits for the agent.
+    /// Moves all pages but that of the word that the worker reads, whether the page is pinned or
+    /// not: the program can overwrite its pins, and the agent would wait for a worker that waits
+    /// for the agent.
     fn move_out(&mut self, address: usize, index: usize, pages: usize) -> (usize, isize) {
         let pages = match (self.worker.thread_word as usize & !(PAGE - 1)).checked_sub(address) {
             Some(offset) if offset < pages * PAGE => offset / PAGE,
@@ -275,7 +276,7 @@ impl PageMover for WorkerMemory<'_> {
         uffd::move_pages(self.worker.program_uffd, self.bounce_page(index), address, pages)
     }
 
-    /// The kernel makes a private copy when it prepares the page for a write.
+    /// Makes the kernel copy the page, by a write that changes nothing.
     ///
     /// The worker must not fault, because the agent waits for it and resolves no fault. But another
     /// thread can put a missing or protected page there meanwhile. So the futex request writes: the
@@ -287,7 +288,7 @@ impl PageMover for WorkerMemory<'_> {
             return -(libc::EBUSY as isize);
         }
         write_without_waiting(&self.worker.state, address);
-        // The next move reports what is there now.
+        // The next move reports the result.
         0
     }
 

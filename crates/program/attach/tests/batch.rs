@@ -240,7 +240,7 @@ proptest! {
     }
 }
 
-/// It may wait for the agent, which waits for the batch.
+/// A reader may wait for the agent, which waits for the batch.
 #[test]
 fn nothing_moves_while_a_reader_holds_a_page_of_the_bounce_buffer() {
     let before: Vec<ProgramPage> = (1..=10).map(ProgramPage::Private).collect();

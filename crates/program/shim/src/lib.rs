@@ -1,7 +1,7 @@
 //! The library that `aquifer run` loads into an unmodified program by `LD_PRELOAD`.
 //!
-//! It attaches the program to the agent, by `attach`, before the program's own code runs. It
-//! attaches nothing if the environment does not name a run.
+//! The library attaches the program to the agent, by `attach`, before the program's own code runs.
+//! Nothing is attached if the environment does not name a run.
 
 #![allow(non_upper_case_globals, reason = "the dynamic linker finds the symbol by its name")]
 

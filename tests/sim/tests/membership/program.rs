@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_channel::answer_deadline::{AfterSilence, AnswerDeadline};
+use aquifer_channel::answer_deadline::{AnswerDeadline, TimeoutAction};
 use aquifer_channel::boot_time::BootInstant;
 
 use super::host::LEASE_TTL;
@@ -79,15 +79,15 @@ impl SegmentProgram {
     /// waited for too long.
     fn ask(&mut self, answers: bool, now: BootInstant) -> bool {
         if self.is_asking && answers {
-            self.deadline.note_answer();
+            self.deadline.handle_answer();
             (self.is_asking, self.until) = (false, self.deadline.wait_until(now));
         }
         if now < self.until {
             return false;
         }
-        match self.deadline.note_silence(now) {
-            AfterSilence::GiveUp => return true,
-            AfterSilence::Ask => (self.is_asking, self.until) = (true, self.deadline.wait_until(now)),
+        match self.deadline.handle_timeout(now) {
+            TimeoutAction::Expire => return true,
+            TimeoutAction::Query => (self.is_asking, self.until) = (true, self.deadline.wait_until(now)),
         }
         false
     }

@@ -429,7 +429,7 @@ impl PagingWorld {
         self.counts.unchanged += sent.unchanged_pages;
         self.counts.copied += sent.copied_slabs;
         self.counts.repaired += sent.repaired_pages;
-        self.counts.dropped_nodes += sent.given_up;
+        self.counts.dropped_nodes += sent.node_timeouts;
         self.counts.incomplete += sent.incomplete_replicas;
     }
 

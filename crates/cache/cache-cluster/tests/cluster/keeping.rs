@@ -17,12 +17,12 @@ use crate::owners::{ask, try_ask};
 pub const KEYS: usize = 500;
 
 /// A keeper that runs in a thread.
-struct Keeper {
+struct KeeperThread {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Keeper {
+impl KeeperThread {
     fn start(socket: PathBuf) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let options = KeeperOptions {
@@ -42,7 +42,7 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for KeeperThread {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.take().unwrap().join().unwrap();
@@ -50,10 +50,10 @@ impl Drop for Keeper {
 }
 
 /// Starts a cluster of one server, and its keeper.
-fn start() -> (Cluster, Keeper) {
+fn start() -> (Cluster, KeeperThread) {
     let mut cluster = Cluster::start(Kind::default(), 0);
     let socket = cluster.folder().join("keeper");
-    let keeper = Keeper::start(socket.clone());
+    let keeper = KeeperThread::start(socket.clone());
     cluster.keeper = Some(socket);
     (add(cluster), keeper)
 }

@@ -87,7 +87,10 @@ impl Listener {
                 return Err(error.into());
             }
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the file exists and is not a socket"));
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    "the file exists and is not a socket",
+                ));
             }
             std::fs::remove_file(path)?;
             rustix::net::bind(&socket, &address)?;

@@ -15,13 +15,15 @@ use aquifer_metrics::MetricsAddress;
 use crate::cli::{AgentChoice, parse_time_ms};
 use crate::settings::DirectorySettings;
 
-/// Least partitions of a server of its own, and for how many bytes it has one if memory is little.
+/// Minimum number of partitions of a stand-alone server.
 const PARTITIONS_MIN: usize = 4;
+/// Memory of each partition of a stand-alone server that is too small for the default number.
 const BYTES_PER_PARTITION: u64 = 2 << 20;
-/// memcached's port.
+/// The default TCP port of memcached.
 const PORT: u16 = 11211;
-/// Smallest and largest limit of an item's size, in bytes.
+/// Smallest possible limit of an item's size, in bytes.
 const ITEM_SIZE_MIN: u64 = 1 << 10;
+/// Largest possible limit of an item's size, in bytes.
 const ITEM_SIZE_MAX: u64 = 1 << 30;
 
 /// The version that `-V` prints.
@@ -164,7 +166,7 @@ pub struct CacheArguments {
     /// answer at present; a read finds nothing then, and a change fails [default: 100ms]
     #[arg(long, value_name = "TIME", value_parser = parse_partition_timeout_ms, requires = "address")]
     pub partition_timeout: Option<u64>,
-    /// What to do with a cache of several servers.
+    /// The command for a cache of several servers, if one is given.
     #[command(subcommand)]
     pub command: Option<CacheCommand>,
 }
@@ -184,7 +186,7 @@ pub struct RefusedOptions {
     enable_largepages: Option<String>,
 }
 
-/// Which cache of several servers is meant.
+/// The name and the directory of a cache of several servers.
 #[derive(Args, Clone, Debug)]
 pub struct ClusterChoice {
     /// The directory of the cluster.
@@ -198,7 +200,7 @@ pub struct ClusterChoice {
     pub key: Option<PathBuf>,
 }
 
-/// What `aquifer cache` does with a cache of several servers.
+/// Commands of `aquifer cache` for a cache of several servers.
 #[derive(Subcommand, Clone, Debug)]
 pub enum CacheCommand {
     /// Show the servers of a cache, their partitions and their load
@@ -251,12 +253,12 @@ pub enum ProtocolName {
     Ascii,
     /// The binary protocol.
     Binary,
-    /// The one that the first byte of a connection shows.
+    /// The protocol that the first byte of a connection shows.
     Auto,
 }
 
 impl ProtocolName {
-    /// The protocol of all connections, if they have the same.
+    /// The protocol of all connections; `None` if each connection shows its own.
     pub fn fixed(self) -> Option<Protocol> {
         match self {
             Self::Ascii => Some(Protocol::Text),
@@ -271,9 +273,9 @@ impl ProtocolName {
 pub enum Extended {
     /// Seconds after which an idle connection is closed; 0 for never.
     IdleTimeout(u32),
-    /// Connections beyond the limit are closed at once, which is always so.
+    /// Close connections beyond the limit at once, which this server always does.
     MaxconnsFast,
-    /// The file with the server's certificate and those that sign it.
+    /// The file with the server's certificate and the certificates that sign it.
     SslChainCert(PathBuf),
     /// The file with the server's private key.
     SslKey(PathBuf),
@@ -333,7 +335,7 @@ impl CacheArguments {
     /// Partitions of the items.
     pub fn partitions(&self) -> usize {
         let is_alone = self.cluster.directory.address.is_none();
-        // A partition has several runs of its own, so that many of them need much memory.
+        // Each partition has several runs of its own. A small memory has room for few partitions.
         let fitting = usize::try_from(self.memory_limit / BYTES_PER_PARTITION).unwrap_or(usize::MAX);
         let own = if is_alone { fitting.clamp(PARTITIONS_MIN, PARTITIONS) } else { PARTITIONS };
         self.partitions.map_or(own, |partitions| partitions as usize)
@@ -505,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_supported_is_refused_by_name() {
+    fn unsupported_options_are_refused_by_name() {
         for (line, named) in [
             ("-U 11211", "--udp-port"),
             ("-f 1.25", "--slab-growth-factor"),

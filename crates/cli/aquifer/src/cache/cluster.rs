@@ -1,4 +1,4 @@
-//! A server that is one of several.
+//! Start of a server that is one of several.
 
 use std::error::Error;
 use std::io::ErrorKind;
@@ -18,10 +18,10 @@ use crate::cluster::key;
 use crate::cluster::location::DirectoryLocation;
 use crate::state::StateDir;
 
-/// Refuses options that one of several servers cannot honour.
+/// Checks that one of several servers supports the given options.
 ///
 /// # Errors
-/// If there are such.
+/// A message about the first option that it does not support.
 pub fn check(arguments: &CacheArguments) -> Result<(), String> {
     let is_one_of_several = arguments.cluster.directory.address.is_some();
     if is_one_of_several && arguments.memory_file.is_some() {
@@ -45,7 +45,7 @@ pub fn check(arguments: &CacheArguments) -> Result<(), String> {
 /// Starts a server of the cache.
 ///
 /// # Errors
-/// If it cannot join the others, or cannot serve.
+/// If the server cannot join the others, or cannot serve.
 pub fn start(
     state: &StateDir,
     arguments: &CacheArguments,
@@ -79,18 +79,18 @@ pub fn start(
 /// The key of the cluster.
 ///
 /// # Errors
-/// If it cannot be read.
+/// If the file cannot be read.
 pub fn load_key(state: &StateDir, cluster: &ClusterChoice) -> Result<ClusterKey, key::KeyError> {
     key::load(&cluster.key.clone().unwrap_or_else(|| state.key_file()))
 }
 
-/// The folder of the sockets that only this user's processes reach.
+/// The folder of sockets that only processes of this user can reach.
 fn runtime_folder() -> PathBuf {
     std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from)
 }
 
-/// The path of a socket in a folder. Removes those that servers of this user have left which were
-/// killed.
+/// The path of this process's socket in a folder. Removes the sockets of killed servers of this
+/// user.
 fn memory_socket(folder: &Path) -> PathBuf {
     let own = rustix::process::geteuid().as_raw();
     let name_of = |pid: u32| format!("aquifer-cache-{pid}.sock");
@@ -104,7 +104,7 @@ fn memory_socket(folder: &Path) -> PathBuf {
         // A server that is about to listen refuses connections, too, but its process lives.
         let has_ended = |pid: u32| !Path::new(&format!("/proc/{pid}")).exists();
         if pid.is_some_and(has_ended) && is_own_socket && is_refused(&entry.path()) {
-            // Another server may have removed it.
+            // Another server may have removed the socket.
             let _ = std::fs::remove_file(entry.path());
         }
     }

@@ -1,4 +1,4 @@
-//! Files with options of memcached, as `/etc/memcached.conf` of Debian.
+//! Files with options of memcached, such as `/etc/memcached.conf` of Debian.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -9,7 +9,7 @@ use clap::Parser;
 use super::CacheArguments;
 use crate::cli::{Cli, Command};
 
-/// The arguments of this process, after those of the file.
+/// Parses the options of a file, followed by the arguments of this process.
 ///
 /// # Errors
 /// If the file cannot be read.
@@ -23,8 +23,8 @@ pub fn read(path: &Path) -> Result<CacheArguments, Box<dyn Error>> {
     }
 }
 
-/// The options in a file. As for Debian's service of memcached, `-d` and lines that are no options,
-/// such as `logfile`, do not count.
+/// The options in a file. As in Debian's service of memcached, `-d` and lines that are no options,
+/// such as `logfile`, are ignored.
 fn options(text: &str) -> Vec<&str> {
     let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(before, _)| before).trim());
     let options = lines.filter(|line| line.starts_with('-') && !is_word(line, "-d") && !is_word(line, "-h"));
@@ -38,7 +38,8 @@ fn is_word(line: &str, word: &str) -> bool {
 /// Inserts options after the word `cache` of a command line.
 fn with_options(line: impl Iterator<Item = OsString>, options: &[&str]) -> Vec<OsString> {
     let mut line: Vec<OsString> = line.collect();
-    // The command is the first word after the name that is neither an option nor that of --state.
+    // The command is the first word after the name that is neither an option nor the value of
+    // --state.
     let is_value = |at: usize| line[at - 1] == "--state";
     let is_command = |at: &usize| !line[*at].to_string_lossy().starts_with('-') && !is_value(*at);
     let at = (1..line.len()).find(is_command).map_or(line.len(), |at| at + 1);

@@ -18,36 +18,37 @@ use crate::cluster::location::DirectoryLocation;
 use crate::say::say_line;
 use crate::state::StateDir;
 
-/// Interval of looks whether a server has drained.
-const LOOK: Duration = Duration::from_millis(200);
-/// One look in so many is shown.
-const LOOKS_SHOWN: u32 = 5;
-/// Partitions that are shown as the hottest.
+/// Interval between checks whether a server has drained.
+const DRAIN_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// Checks for each line of progress that is printed: one a second.
+const CHECKS_PER_LINE: u32 = 5;
+/// Number of partitions that are shown as the hottest.
 const HOTTEST: usize = 5;
+const UNEXPECTED_ANSWER: &str = "the server sent an unexpected answer; use the same version everywhere";
 
-/// The servers of a cache.
+/// The status of a cache, as `aquifer cache status --json` prints it.
 #[derive(Debug, Serialize)]
 struct CacheStatus {
     /// The name of the cache.
     name: String,
-    /// How many partitions there are.
+    /// The number of partitions.
     partitions: usize,
-    /// Partitions that no server has said it has.
+    /// Partitions that no answering server owns.
     without_server: Vec<usize>,
     /// The servers that have answered.
     servers: Vec<ServerStatus>,
-    /// Servers that have not, and why.
+    /// Servers that have not answered, with the reason.
     silent: BTreeMap<u16, String>,
 }
 
-/// The servers of a cache, and how to ask them.
+/// The servers of a cache, and the access to them.
 struct Cache {
     servers: BTreeMap<u16, ServerRecord>,
     partitions: usize,
     access: Access,
 }
 
-/// Carries a command out.
+/// Executes a command.
 pub fn operate(state: &StateDir, command: &CacheCommand) -> Outcome {
     match command {
         CacheCommand::Status { cluster, json } => status(&Cache::find(state, cluster)?, *json),
@@ -97,7 +98,7 @@ impl Cache {
         for (number, record) in &self.servers {
             match self.ask(record, &Ask::Status) {
                 Ok(Answer::Status(status)) => servers.push(*status),
-                Ok(_) => drop(silent.insert(*number, "it has answered something else".to_owned())),
+                Ok(_) => drop(silent.insert(*number, "it sent an unexpected answer".to_owned())),
                 Err(why) => drop(silent.insert(*number, why)),
             }
         }
@@ -211,7 +212,7 @@ fn move_to(cache: &Cache, partition: usize, to: u16) -> Outcome {
             Ok(ExitCode::SUCCESS)
         }
         Answer::Declined(why) => Err(format!("partition {partition} has not moved: {why}").into()),
-        _ => Err("the server has answered something else; use the same version everywhere".into()),
+        _ => Err(UNEXPECTED_ANSWER.into()),
     }
 }
 
@@ -232,7 +233,7 @@ fn balance(cache: &Cache) -> Outcome {
             say_line!("moved {} partitions", moves.len());
         }
         Answer::Declined(why) => return Err(why.into()),
-        _ => return Err("the server has answered something else; use the same version everywhere".into()),
+        _ => return Err(UNEXPECTED_ANSWER.into()),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -242,7 +243,7 @@ fn drain(cache: &Cache, number: u16, undo: bool) -> Outcome {
     match cache.ask(server, &Ask::Drain { drains: !undo })? {
         Answer::Done => {}
         Answer::Declined(why) => return Err(why.into()),
-        _ => return Err("the server has answered something else; use the same version everywhere".into()),
+        _ => return Err(UNEXPECTED_ANSWER.into()),
     }
     if undo {
         say_line!("server {number} may have partitions again");
@@ -256,10 +257,10 @@ fn drain(cache: &Cache, number: u16, undo: bool) -> Outcome {
         )
         .into());
     }
-    let mut looks = 0;
+    let mut checks = 0;
     loop {
         let Answer::Status(status) = cache.ask(server, &Ask::Status)? else {
-            return Err("the server has answered something else; use the same version everywhere".into());
+            return Err(UNEXPECTED_ANSWER.into());
         };
         let left = status.partitions.len();
         if left == 0 {
@@ -269,10 +270,10 @@ fn drain(cache: &Cache, number: u16, undo: bool) -> Outcome {
             );
             return Ok(ExitCode::SUCCESS);
         }
-        if looks % LOOKS_SHOWN == 0 {
+        if checks % CHECKS_PER_LINE == 0 {
             say_line!("{left} partitions are left");
         }
-        looks += 1;
-        std::thread::sleep(LOOK);
+        checks += 1;
+        std::thread::sleep(DRAIN_CHECK_INTERVAL);
     }
 }

@@ -1,4 +1,4 @@
-//! The pool as the cache uses it: an extent for each run of items.
+//! Remote memory of the cache: an extent of the pool for each run of items.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
 
 /// Smallest extent, in bytes.
 const EXTENT_BYTES_MIN: usize = 4096;
-/// Extents from this length on are multiples of it.
+/// Length of a section, in bytes. Larger extents are multiples of it.
 const SECTION_BYTES: usize = 2 << 20;
 
 /// Extents of a session with the machine's agent.
@@ -18,7 +18,7 @@ struct Extents {
     extents: HashMap<u64, Extent>,
     last: u64,
     agent: PathBuf,
-    /// The agent has ended the session, and has freed its extents.
+    /// Whether the agent has ended the session and freed its extents.
     is_ended: bool,
 }
 
@@ -81,7 +81,7 @@ impl RemoteMemory for Extents {
             }
             return;
         }
-        // One of them failed: find out which.
+        // At least one read failed: repeat each alone to find out which.
         for read in reads {
             let Some(extent) = self.extents.get(&read.place).copied() else { continue };
             read.is_done = self.session.read(&extent, read.offset as u64, read.out).is_ok();
@@ -116,7 +116,7 @@ impl Extents {
         if !extents.is_empty()
             && let Err(error) = self.session.free_many(extents)
         {
-            // Those of a node that has ended are freed with it.
+            // Extents of a node that has ended are freed with the node.
             tracing::debug!(%error, "extents of the cache are not freed");
         }
     }

@@ -1,4 +1,4 @@
-//! What a daemon does with its process: identity, limits, background.
+//! Process attributes of a daemon: identity, limits, background.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -12,14 +12,14 @@ use rustix::process::{Resource, Rlimit};
 
 use super::CacheArguments;
 
-/// Descriptors of each partition: of its memory, and two more while a keeper holds it.
+/// Descriptors of each partition: one for its memory, and two more while a keeper holds it.
 const PARTITION_DESCRIPTORS: u64 = 3;
 /// Longest wait for the last close of descriptors that a user has sent, in microseconds.
 const LINGER_US_MAX: i64 = 10_000;
-/// Descriptors beside those of connections and partitions.
+/// Descriptors for other purposes than connections and partitions.
 const OTHER_DESCRIPTORS: u64 = 64;
 
-/// Makes room for the descriptors of all connections.
+/// Raises the limit of open files to what all connections and partitions need.
 ///
 /// # Errors
 /// If the hard limit of open files is too low.
@@ -42,7 +42,7 @@ pub fn raise_descriptor_limit(arguments: &CacheArguments) -> Result<(), String> 
     })
 }
 
-/// Lets core dumps be as large as the hard limit permits.
+/// Raises the limit of core dumps to the hard limit.
 ///
 /// # Errors
 /// If the system refuses.
@@ -64,8 +64,7 @@ pub fn become_daemon(keeps_output: bool) -> io::Result<()> {
     }
 }
 
-/// Makes a copy of this process, and returns whether this is the copy. Must be called before the
-/// first thread.
+/// Forks this process. Returns true in the child. Must be called before the first thread.
 ///
 /// # Errors
 /// If the system refuses.
@@ -78,8 +77,9 @@ pub fn fork() -> io::Result<bool> {
     }
 }
 
-/// Has this process end with its parent only, its children leave nothing when they end, and SIGALRM
-/// interrupt its system calls.
+/// Sets the signal dispositions of a relay process. Signals that stop a daemon are ignored, since
+/// the process ends with its parent. Ended children leave no zombies, and SIGALRM interrupts system
+/// calls.
 pub fn ignore_stop_signals() {
     extern "C" fn nothing(_signal: libc::c_int) {}
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGCHLD] {
@@ -95,8 +95,8 @@ pub fn ignore_stop_signals() {
     }
 }
 
-/// Has this process say why it ends when a page of the file of `-e` does not exist. The kernel
-/// shows that with SIGBUS, at any access.
+/// Installs a handler that writes why this process ends when a page of the file of `-e` does not
+/// exist. The kernel then sends SIGBUS, at any access.
 pub fn report_missing_pages() {
     extern "C" fn report(signal: libc::c_int) {
         const MESSAGE: &[u8] =
@@ -114,8 +114,8 @@ pub fn report_missing_pages() {
     unsafe { libc::signal(libc::SIGBUS, handler as libc::sighandler_t) };
 }
 
-/// Closes a descriptor, with the descriptors that may be in the queue of its socket. If that waits,
-/// SIGALRM interrupts it: the kernel does not let a socket linger then.
+/// Closes a descriptor, with the descriptors that may be in the queue of its socket. If the close
+/// waits, SIGALRM interrupts it: the kernel does not let a socket linger then.
 pub fn close_without_lingering(descriptor: OwnedFd) {
     let set_alarm = |interval_us: i64| {
         let interval = libc::timeval { tv_sec: 0, tv_usec: interval_us };
@@ -141,7 +141,7 @@ pub fn lock_memory() -> Result<(), String> {
     Err(format!("memory cannot be locked: {}; raise the limit (ulimit -l)", io::Error::last_os_error()))
 }
 
-/// Takes the identity of a user, if this process is root's.
+/// Changes this process's identity to a user's, if it is root's.
 ///
 /// # Errors
 /// If there is no such user, or if the system refuses.
@@ -178,9 +178,9 @@ impl PidFile {
     /// Writes the file.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the file cannot be written.
     pub fn write(path: &Path) -> Result<Self, String> {
-        // Root may write it into a folder of another user, which must not lead to another file.
+        // Root may write into a folder of another user, where a link must not lead to another file.
         let flags = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
         let mut options = File::options();
         options.write(true).create(true).truncate(true).custom_flags(flags);

@@ -1,10 +1,10 @@
 //! Processes between the cache and other users that connect at its Unix socket.
 //!
-//! A message at a Unix socket can carry descriptors. The last close of one can wait for as long as
-//! its sender wants, as that of a TCP socket with `SO_LINGER`, even if it was never received. Where
-//! the kernel has `SO_PASSRIGHTS`, the socket accepts no descriptors. Elsewhere a process accepts
-//! the connections, and a relay for each user copies bytes between them and sockets of its own,
-//! which it passes to the cache. So only the relay of the user waits.
+//! A message at a Unix socket can carry descriptors. The last close of a descriptor can wait for as
+//! long as its sender wants, such as the close of a TCP socket with `SO_LINGER`, even if it was
+//! never received. Where the kernel has `SO_PASSRIGHTS`, the socket accepts no descriptors.
+//! Elsewhere a process accepts the connections, and a relay for each user copies bytes between them
+//! and sockets of its own, which it passes to the cache. So only the relay of that user waits.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, IoSlice, PipeReader, PipeWriter, Read, Write};
@@ -26,7 +26,7 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::process;
 
-/// Most relays, so most users at a time.
+/// Maximum number of relays, and thus of users, at a time.
 const RELAYS_MAX: usize = 256;
 /// Most connections of one user.
 const CONNECTIONS_MAX: usize = 1024;
@@ -41,8 +41,8 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes that are copied at a time.
 const COPY_BYTES: usize = 64 << 10;
 
-/// Has a listener get no descriptors of other users: by the kernel, or by a relay process that
-/// accepts in its place. Must be called before the first thread.
+/// Prevents that a listener receives descriptors of other users: by the kernel, or by a relay
+/// process that accepts in its place. Must be called before the first thread.
 ///
 /// # Errors
 /// If the process cannot be started.
@@ -63,7 +63,7 @@ pub fn protect(listener: Listener, is_open_to_others: bool) -> io::Result<Listen
     Ok(listener.relayed(of_cache))
 }
 
-/// The relays of all users, and the connections that none has.
+/// The relays of all users, and the refused connections.
 #[derive(Default)]
 struct Relays {
     of_users: BTreeMap<u32, RelayEnd>,
@@ -73,13 +73,13 @@ struct Relays {
 /// The acceptor's end of a relay.
 struct RelayEnd {
     connections: OwnedFd,
-    /// Gets a byte for each connection that the acceptor has no reference to any more.
+    /// Receives a byte for each connection that the acceptor has no reference to any more.
     released: PipeWriter,
 }
 
 /// Accepts connections and passes each to the relay of its user, until the cache ends.
 ///
-/// This process never closes a connection for the last time: no signal ends the wait of a
+/// The last close of a connection is never made by this process: no signal ends the wait of a
 /// userfaultfd in the queue whose memory is locked.
 fn accept_all(listener: BorrowedFd<'_>, cache: &OwnedFd) {
     let mut relays = Relays::default();
@@ -88,7 +88,7 @@ fn accept_all(listener: BorrowedFd<'_>, cache: &OwnedFd) {
             PollFd::from_borrowed_fd(cache.as_fd(), PollFlags::empty()),
             PollFd::from_borrowed_fd(listener, PollFlags::IN),
         ];
-        // Their ends are reported without being asked for.
+        // The kernel reports hang-ups without a requested event.
         let ends = relays.of_users.values();
         polled.extend(ends.map(|relay| PollFd::new(&relay.connections, PollFlags::empty())));
         let timeout = Timespec::try_from(CLOSER_INTERVAL).unwrap_or_default();
@@ -138,11 +138,11 @@ impl Relays {
             Ok(uid) => uid,
             Err(error) => return Err((error, connection)),
         };
-        // It is the last reference only if the relay was killed meanwhile.
+        // This is the last reference only if the relay was killed meanwhile.
         process::close_without_lingering(connection);
         let relay = self.of_users.get_mut(&uid);
         if relay.is_some_and(|relay| relay.released.write_all(&[1]).is_err()) {
-            // Without it, the relay may close all.
+            // Without the byte, the relay may close all connections.
             self.of_users.remove(&uid);
         }
         Ok(())
@@ -160,7 +160,7 @@ impl Relays {
             }
             let relay = &self.of_users[&uid].connections;
             match send_descriptor(relay, connection.as_fd(), SendFlags::DONTWAIT) {
-                // It ends because it had no connections.
+                // The relay ends because it had no connections.
                 Err(Errno::PIPE | Errno::CONNRESET) => drop(self.of_users.remove(&uid)),
                 Err(Errno::AGAIN) => return Err(io::Error::other(format!("user {uid} has too many"))),
                 sent => return Ok(sent.map(|()| uid)?),
@@ -177,7 +177,7 @@ fn start_relay(cache: &OwnedFd) -> io::Result<RelayEnd> {
     rustix::io::ioctl_fionbio(&released, true)?;
     let kept = [cache.as_raw_fd(), control.as_raw_fd(), releases.as_raw_fd()];
     start_child(&kept, || {
-        // It ends with the acceptor.
+        // The relay ends with the acceptor.
         let _set = set_parent_process_death_signal(Some(Signal::KILL));
         Relay::new(cache, control, releases).run();
     })?;
@@ -193,16 +193,16 @@ fn send_descriptor(socket: &OwnedFd, descriptor: BorrowedFd<'_>, flags: SendFlag
     rustix::io::retry_on_intr(|| sendmsg(socket, &[IoSlice::new(&[0])], &mut ancillary, flags)).map(drop)
 }
 
-/// The process of one user.
+/// The relay process of one user.
 struct Relay<'a> {
     cache: &'a OwnedFd,
-    /// The user's connections come here.
+    /// The socket at which the user's connections are received.
     control: OwnedFd,
-    /// Has a byte for each connection that the acceptor has no reference to any more. `None` once
-    /// it has none to any.
+    /// Delivers a byte for each connection that the acceptor has no reference to any more. `None`
+    /// once the acceptor has no reference to any connection.
     releases: Option<PipeReader>,
-    /// Connections that the acceptor has released, less those that were received and admitted. It
-    /// is negative while one that was lost is not released.
+    /// Number of connections that the acceptor has released, less those that were received and
+    /// admitted. Negative while a lost connection is not released.
     released: isize,
     /// Connections that the acceptor may still have: if this process closed one, the acceptor could
     /// be the last to close it.
@@ -253,7 +253,7 @@ impl<'a> Relay<'a> {
             if !self.pairs.is_empty() || !self.received.is_empty() {
                 self.last_used = Instant::now();
             } else if self.last_used.elapsed() >= IDLE_TIMEOUT {
-                // What was sent before is received, and then the end.
+                // Messages that were sent before are still received.
                 let _refused = shutdown(&self.control, Shutdown::Read);
             }
         }
@@ -264,7 +264,7 @@ impl<'a> Relay<'a> {
         match aquifer_cache::server::receive_socket(self.control.as_fd()) {
             Ok(Some(user)) => self.received.push_back(user),
             Ok(None) => return false,
-            // This process has no room for it.
+            // This process has no free descriptor, so the connection is lost.
             Err(Errno::MFILE) => self.released -= 1,
             Err(_) => {}
         }
@@ -300,13 +300,14 @@ impl<'a> Relay<'a> {
     }
 }
 
-/// A connection of a user, and its copy to the cache.
+/// A connection of a user, and the socket to the cache that carries its bytes.
 struct Pair {
     user: End,
     cache: End,
 }
 
-/// One end of a pair, and the bytes that have come from it and not yet gone to the other one.
+/// One end of a pair, and the bytes that it has received and that were not sent to the other end
+/// yet.
 struct End {
     socket: OwnedFd,
     bytes: Vec<u8>,
@@ -319,12 +320,12 @@ impl End {
     }
 }
 
-/// The connection is to be closed.
+/// An error after which the connection is closed.
 struct Broken;
 
 impl Drop for Pair {
     fn drop(&mut self) {
-        // The user learns of it, though the close may wait.
+        // The user is notified, though the close may wait.
         let _ended = shutdown(&self.user.socket, Shutdown::Both);
     }
 }
@@ -344,7 +345,7 @@ impl Pair {
         polled.into_iter().filter(|(_, flags)| !flags.is_empty())
     }
 
-    /// Copies what can be copied. Returns false if the connection has ended.
+    /// Copies bytes in both directions without blocking. Returns false if the connection has ended.
     fn copy(&mut self, buffer: &mut [u8]) -> bool {
         let copied = copy(&mut self.user, &self.cache, buffer)
             .and_then(|()| copy(&mut self.cache, &self.user, buffer));

@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::{AgentChoice, parse_time_ms};
 
-/// What follows the options of `aquifer run`.
+/// The help text after the options of `aquifer run`.
 pub const RUN_HELP: &str = "\
 Example:
   aquifer run --local 256M -- python3 analysis.py
@@ -63,7 +63,7 @@ pub struct RunArguments {
     pub command: Vec<OsString>,
 }
 
-/// What follows the options of `aquifer check`.
+/// The help text after the options of `aquifer check`.
 pub const CHECK_HELP: &str = "\
 Example:
   aquifer check -- sqlite3
@@ -83,7 +83,7 @@ pub struct CheckArguments {
     pub command: Vec<OsString>,
 }
 
-/// What follows the options of `aquifer core`.
+/// The help text after the options of `aquifer core`.
 pub const CORE_HELP: &str = "\
 The process is stopped meanwhile, and goes on afterwards. Core dumps of the kernel and of gcore have
 zeros for pages that are not resident, and /proc/PID/mem has errors.

@@ -30,7 +30,7 @@ pub enum ClusterConfigError {
     Unusable {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// The file cannot be written.
@@ -81,8 +81,8 @@ pub struct ClusterConfig {
     /// Most remote memory that the sessions of one user may hold, if it was given.
     #[serde(default)]
     pub extents_per_user: Option<u64>,
-    /// Most remote memory of the programs of one user, if it was given. Else it is not written, so
-    /// that `aquifer` of the version before reads the file.
+    /// Most remote memory of the programs of one user, if it was given. Otherwise it is not
+    /// written, so that the previous version of `aquifer` can read the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pages_per_user: Option<u64>,
     /// Socket of the agent for other users, if it serves them.
@@ -94,8 +94,8 @@ pub struct ClusterConfig {
     pub fabric: Fabric,
     /// Over TCP, the port of each node, so that a restarted node listens at the same one.
     pub ports: Vec<u16>,
-    /// Whether the cluster has no supervisor. Else it is not written, so that `aquifer` of the
-    /// version before reads the file.
+    /// Whether the cluster has no supervisor. False is not written, so that the previous version of
+    /// `aquifer` can read the file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_restart: bool,
     /// Location of the directory.
@@ -103,7 +103,7 @@ pub struct ClusterConfig {
 }
 
 impl ClusterConfig {
-    /// The configuration that the arguments ask for, with defaults for options that were not given.
+    /// The configuration of these arguments, with defaults for options that were not given.
     pub fn from_arguments(arguments: &UpArguments) -> Self {
         Self {
             version: VERSION,
@@ -125,7 +125,7 @@ impl ClusterConfig {
         }
     }
 
-    /// Sockets of the agent that are gone, so that programs cannot reach it although it runs.
+    /// Sockets of the agent that were deleted, so that programs cannot reach it although it runs.
     pub fn lost_sockets(&self, state: &StateDir) -> Vec<PathBuf> {
         let sockets = [Some(state.agent_socket()), self.shared_socket.clone()];
         let is_lost = |path: &PathBuf| {
@@ -134,8 +134,8 @@ impl ClusterConfig {
         sockets.into_iter().flatten().filter(is_lost).collect()
     }
 
-    /// The cluster's daemons. The directory is one of them only if it is the embedded one of the
-    /// cluster, and the supervisor only if it is wanted.
+    /// The cluster's daemons. They include the directory only if it is the embedded one of the
+    /// cluster, and the supervisor only if it is configured.
     pub fn daemons(&self) -> Vec<Daemon> {
         let is_own = DirectoryLocation::new(&self.directory).is_ok_and(|location| location.is_own());
         let all = Daemon::all(self.nodes, self.heap_memory_bytes.is_some());
@@ -147,7 +147,7 @@ impl ClusterConfig {
         all.into_iter().filter(is_wanted).collect()
     }
 
-    /// Options that tell a daemon the location of the directory.
+    /// Options that give a daemon the location of the directory.
     pub fn directory_flags(&self) -> Vec<OsString> {
         let DirectorySettings { address, ca, cert, key } = &self.directory;
         let path = |flag: &str, path: &Option<PathBuf>| {
@@ -169,7 +169,7 @@ impl ClusterConfig {
     pub fn choose_ports(&mut self) -> io::Result<()> {
         let count = |is_served: bool| if is_served { self.nodes } else { 0 };
         let of_nodes = count(self.fabric == Fabric::Tcp);
-        // All are bound at once, so that they differ.
+        // All ports are bound at the same time, so that they differ.
         let listeners: Vec<TcpListener> = (0..of_nodes + count(self.heap_memory_bytes.is_some()))
             .map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))
             .collect::<io::Result<_>>()?;
@@ -218,7 +218,7 @@ impl ClusterConfig {
     pub fn save(&self, state: &StateDir) -> Result<(), ClusterConfigError> {
         let path = state.cluster_config();
         let text = serde_json::to_string_pretty(self).expect("the configuration can be written as JSON");
-        // The disk may be full, and the daemons that are missing can be started nevertheless.
+        // An unchanged file is not written, so missing daemons can be started on a full disk.
         if std::fs::read_to_string(&path).is_ok_and(|stored| stored == text) {
             return Ok(());
         }

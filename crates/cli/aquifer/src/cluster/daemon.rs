@@ -15,7 +15,7 @@ pub enum Daemon {
     Heaps(u16),
     /// The host agent.
     Agent,
-    /// Starts the others again when they die.
+    /// Restarts the other daemons when they die.
     Supervisor,
 }
 

@@ -17,7 +17,7 @@ use crate::cli::DownArguments;
 use crate::say::say_line;
 use crate::state::StateDir;
 
-/// When the daemons of each step are killed, from the start of the first step.
+/// The deadline of each step, from the start of the first one. Daemons that run then are killed.
 ///
 /// An agent ends its programs and frees their memory first. Agent and nodes end their leases, and
 /// the directory may not answer.
@@ -64,7 +64,7 @@ pub fn down(state: &StateDir, arguments: &DownArguments) -> Outcome {
 /// Stops the supervisor: it may hold the cluster's lock while a daemon that it has started waits
 /// for another one.
 fn stop_restarts(state: &StateDir) {
-    // What cannot be read now fails once the lock is held.
+    // An error is reported by the later attempt, with the lock held.
     if let Ok(Some(supervisor)) = running_daemon(state, Daemon::Supervisor)
         && supervisor.is_of_up
     {
@@ -90,7 +90,7 @@ fn say_stopped(ended: &[(Daemon, StopOutcome)]) {
     }
 }
 
-/// Removes what a cluster leaves in its state folder, and the folder if nothing else is there.
+/// Removes the files of a cluster from its state folder, and the folder if it is empty then.
 fn purge(state: &StateDir) -> Outcome {
     let mut removed = vec![state.key_file(), state.directory_file()];
     let logs = state.log("any").with_file_name("");
@@ -121,7 +121,7 @@ fn is_left_over(file: &Path) -> bool {
     extension.is_some_and(|extension| ["lock", "sock", "log", "old", "held"].contains(&extension))
 }
 
-/// Stops those of the daemons that run, and removes the sockets of all.
+/// Stops the running ones of `daemons`, and removes the sockets of all.
 ///
 /// The supervisor is first, so that it starts no daemon again. The agent is next, because it frees
 /// memory on the nodes. The directory is last, because agent and nodes end their leases there. A
@@ -144,8 +144,8 @@ pub fn stop_daemons(
         }
         ended.extend(stop(running, start + deadline)?);
         for daemon in group {
-            // The lock file stays: a process that waits for the lock would otherwise hold that of a
-            // removed file.
+            // The lock file stays: otherwise a process that waits for the lock would lock a removed
+            // file.
             let _missing = std::fs::remove_file(state.socket(&daemon.to_string()));
         }
     }

@@ -19,10 +19,10 @@ use crate::cli::{HeapArguments, HeapCommand};
 use crate::say::say_line;
 use crate::state::StateDir;
 
-/// Time for which a command may use its ticket.
+/// Lifetime of the ticket of a command.
 const TICKET_TIME: Duration = Duration::from_secs(600);
 
-/// Carries out a command for all services of heaps.
+/// Executes a command on all services of heaps.
 pub fn heap(state: &StateDir, arguments: &HeapArguments) -> Outcome {
     let directory = location(state, &arguments.directory)?.connect(state)?;
     let key = key::load(&arguments.key.clone().unwrap_or_else(|| state.key_file()))?;

@@ -62,7 +62,7 @@ fn parse(text: &[u8]) -> Option<ClusterKey> {
 /// Writes a new random key, unless the file exists.
 ///
 /// # Errors
-/// If it cannot be written.
+/// If the file cannot be written.
 pub fn ensure(path: &Path) -> Result<(), KeyError> {
     let system = |source| KeyError::System { path: path.to_owned(), attempt: "written", source };
     if path.exists() {

@@ -17,15 +17,16 @@ use super::serve::READY;
 use super::signals::StopSignal;
 use crate::state::StateDir;
 
-/// Time that a daemon may take until it serves. Nodes take longest: they lay out their memory.
+/// Timeout of a daemon's start. Nodes take longest, because they initialise their memory.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// A log longer than this is renamed to `*.log.old` when its daemon starts again.
 const LOG_BYTES_MAX: u64 = 4 << 20;
-/// Lines of a log that are shown when its daemon fails.
+/// Number of lines of a log that are shown when its daemon fails.
 const TAIL_LINES: usize = 10;
+/// Bytes at the end of a log that are read for these lines.
 const TAIL_BYTES_MAX: u64 = 16 << 10;
 
-/// The option that a daemon of `aquifer up` has, and no other.
+/// The option that identifies a daemon of `aquifer up`.
 pub const DETACHED_FLAG: &str = "--detached";
 
 /// Why a daemon cannot be started, or its process cannot be found.
@@ -36,7 +37,7 @@ pub enum LaunchError {
     System {
         /// The daemon.
         daemon: Daemon,
-        /// What failed.
+        /// The part of the start that failed.
         what: &'static str,
         /// The system's error.
         source: io::Error,
@@ -46,9 +47,9 @@ pub enum LaunchError {
     Failed {
         /// The daemon.
         daemon: Daemon,
-        /// Its log.
+        /// The log file of the daemon.
         log: PathBuf,
-        /// The end of its log.
+        /// The last lines of the log.
         tail: String,
     },
     /// The daemon did not serve in time.
@@ -57,9 +58,9 @@ pub enum LaunchError {
     Late {
         /// The daemon.
         daemon: Daemon,
-        /// Its log.
+        /// The log file of the daemon.
         log: PathBuf,
-        /// The end of its log.
+        /// The last lines of the log.
         tail: String,
     },
     /// The process that started the daemon was asked to stop.
@@ -68,7 +69,7 @@ pub enum LaunchError {
         /// The daemon.
         daemon: Daemon,
     },
-    /// Its lock cannot be read.
+    /// The lock of the daemon cannot be read.
     #[error("cannot determine whether {daemon} runs: {source}")]
     Unknown {
         /// The daemon.
@@ -78,7 +79,7 @@ pub enum LaunchError {
     },
 }
 
-/// A daemon that was started and may not serve yet.
+/// A started daemon that may not serve yet.
 #[derive(Debug)]
 pub struct StartingDaemon {
     daemon: Daemon,
@@ -143,7 +144,7 @@ impl StartingDaemon {
     /// Waits until the daemon serves.
     ///
     /// # Errors
-    /// If it ends before, or does not serve in time; then it is killed.
+    /// If the daemon ends before, or does not serve in time; then it is killed.
     pub fn wait(self) -> Result<(), LaunchError> {
         self.wait_for(None)
     }
@@ -205,9 +206,9 @@ impl StartingDaemon {
     }
 }
 
-/// The program of this process. If its file was replaced, the file that is there now: an upgrade
-/// takes effect when a daemon starts. If it was removed, the removed file, which the kernel still
-/// has.
+/// The path of this process's program. If the file was replaced, the path of the new file: an
+/// upgrade takes effect when a daemon starts. If the file was removed, a path at which the kernel
+/// still has it.
 fn own_program() -> io::Result<PathBuf> {
     /// Suffix that the kernel appends to the path of a file that was replaced or removed.
     const REMOVED: &str = " (deleted)";
@@ -238,7 +239,7 @@ fn read_from(path: &Path, start: u64) -> io::Result<String> {
 /// The process of a daemon, if it runs.
 ///
 /// # Errors
-/// If its lock cannot be read.
+/// If the daemon's lock cannot be read.
 pub fn process_of(state: &StateDir, daemon: Daemon) -> Result<Option<LockHolder>, LaunchError> {
     holder(&state.lock(&daemon.to_string())).map_err(|source| LaunchError::Unknown { daemon, source })
 }

@@ -20,7 +20,7 @@ use aquifer_ipc::size::ByteSize;
 
 /// Time without an event after which the progress bar is redrawn.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
-/// Time for which an obstacle may last before it is an error. A node retries ten times a second.
+/// Time after which an obstacle is reported as an error. A node retries ten times a second.
 const OBSTACLE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time within which a running node whose lease has expired gets a new one.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -62,7 +62,8 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The directory of the command line, else that of the cluster in the state folder.
+/// The directory of the command line; without one, the directory of the cluster in the state
+/// folder.
 pub(super) fn location(
     state: &StateDir,
     settings: &DirectorySettings,
@@ -102,9 +103,9 @@ struct LendProgress<'a> {
     request: RequestedMemory,
     directory: &'a dyn Directory,
     bar: ProgressBar,
-    /// Why the node does not lend the requested size, and since when.
+    /// The reason why the node does not lend the requested size, and the time since when.
     blocker: Option<(ResizeBlocker, Instant)>,
-    /// Since when the node has no record. Its lease may have expired although it runs.
+    /// The time since when the node has no record. Its lease may have expired although it runs.
     missing_since: Option<Instant>,
 }
 
@@ -141,8 +142,8 @@ fn wait(
 }
 
 impl LendProgress<'_> {
-    /// Whether the node lends the requested size. `initial_bytes` is what it lent before the
-    /// request.
+    /// Whether the node lends the requested size. `initial_bytes` is the size that it lent before
+    /// the request.
     fn is_done(
         &mut self,
         entry: Option<&DirectoryEntry>,

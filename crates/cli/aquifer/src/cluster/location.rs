@@ -12,7 +12,7 @@ use super::daemon::Daemon;
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
 
-/// Why settings name no usable directory.
+/// Why the directory of the settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LocationError {
     /// The address of an etcd is not valid.

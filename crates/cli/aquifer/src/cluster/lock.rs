@@ -16,19 +16,19 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use aquifer_channel::exiting::is_exiting;
 use aquifer_channel::socket::wait_readable;
 
-/// Attempts at a lock. A process that only tests the lock holds it shared for a moment, so a failed
-/// attempt does not show that the daemon runs.
+/// Maximum number of attempts to acquire a lock. A process that only tests the lock holds it shared
+/// for a moment, so a failed attempt does not show that the daemon runs.
 const ATTEMPTS_MAX: u32 = 100_000;
-/// Attempts after which a process that has ended or was killed counts as not running, though its
-/// lock is held.
+/// Number of attempts after which a process that has ended or was killed counts as not running,
+/// though its lock is held.
 const ATTEMPTS_DEAD_MAX: u32 = 2_000;
-/// Time after which the lock of a killed process is taken from it. A hostile program can make the
+/// Time after which the lock file of a killed process is replaced. A hostile program can make the
 /// kernel wait in a thread of the process, which then keeps all its descriptors.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between two attempts at a lock whose holder starts or ends.
 const ATTEMPT_PAUSE: Duration = Duration::from_micros(50);
 
-/// The line in a lock file whose process was asked to stop.
+/// The line in a lock file that says that its process was asked to stop.
 const ENDING: &str = "ending\n";
 
 /// Exclusive lock of a file, held until it is dropped.
@@ -45,14 +45,14 @@ impl Drop for FileLock {
     }
 }
 
-/// A lock file in which a daemon notes that it was asked to stop.
+/// Writes into a daemon's lock file that the daemon was asked to stop.
 #[derive(Debug)]
 pub struct EndingMark {
     file: File,
 }
 
 impl EndingMark {
-    /// Writes into the file that its process ends, below the number of the process.
+    /// Writes the line below the number of the process.
     pub fn write(&self) {
         let marked =
             self.file.metadata().and_then(|file| self.file.write_all_at(ENDING.as_bytes(), file.len()));
@@ -64,7 +64,8 @@ impl EndingMark {
 
 /// Watch over the lock file of a running daemon.
 ///
-/// Its descriptor becomes readable when the file's attributes change, such as its number of links.
+/// The watch's descriptor becomes readable when the file's attributes change, such as its number of
+/// links.
 #[derive(Debug)]
 pub struct LockWatch {
     events: OwnedFd,
@@ -78,10 +79,10 @@ impl AsFd for LockWatch {
 }
 
 impl LockWatch {
-    /// Reads the events, and returns true if the file has no name any more.
+    /// Reads the events. Returns true if the file was deleted.
     pub fn is_deleted(&self) -> bool {
         let mut events = [0; 1024];
-        // The descriptor does not block. Which events there are does not matter.
+        // The descriptor does not block, and the contents of the events are not needed.
         while matches!(rustix::io::read(&self.events, &mut events), Ok(1..)) {}
         rustix::fs::fstat(&self.file).is_ok_and(|file| file.st_nlink == 0)
     }
@@ -115,14 +116,14 @@ impl FileLock {
         for _ in 0..ATTEMPTS_MAX {
             match file.try_lock() {
                 Ok(()) => {
-                    // Not cut before: on a full disk the block that it has would be lost.
+                    // Not truncated first: on a full disk the file would lose its block.
                     let number = format!("{}\n", std::process::id());
                     file.write_all_at(number.as_bytes(), 0)?;
                     file.set_len(number.len() as u64)?;
                     return Ok(Some(Self { file }));
                 }
                 Err(TryLockError::Error(error)) => return Err(error),
-                // A process that has just ended may hold it for a moment longer.
+                // A process that has just ended may hold the lock for a moment longer.
                 Err(TryLockError::WouldBlock) if holder(path)?.is_some() => return Ok(None),
                 Err(TryLockError::WouldBlock) if begun.elapsed() >= EXIT_TIMEOUT => {
                     file = replace(path, &file)?;
@@ -133,7 +134,7 @@ impl FileLock {
         Ok(None)
     }
 
-    /// The mark by which this process notes in the file that it was asked to stop.
+    /// The mark by which this process records in the file that it was asked to stop.
     ///
     /// # Errors
     /// If the system has no descriptor.
@@ -147,14 +148,15 @@ impl FileLock {
     /// Those of the system, such as at the user's limit of inotify instances.
     pub fn watch(&self) -> io::Result<LockWatch> {
         let events = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
-        // Not by its path: another file may be there by now. An unlinked file that is open reports
+        // Not by its path, where another file may be now. An unlinked file that is open reports
         // only the change of its number of links.
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         inotify::add_watch(&events, path, inotify::WatchFlags::ATTRIB)?;
         Ok(LockWatch { events, file: self.file.try_clone()? })
     }
 
-    /// Locks the file, and waits for the process that holds it; then calls `waiting` first.
+    /// Locks the file. If another process holds the lock, calls `waiting`, and waits for that
+    /// process.
     ///
     /// # Errors
     /// Those of the system.
@@ -185,7 +187,8 @@ impl FileLock {
     }
 }
 
-/// Replaces a file whose lock a killed process holds; returns the file that is there now.
+/// Replaces a file whose lock a killed process holds. Returns the new file, or that of another
+/// process that has replaced it first.
 fn replace(path: &Path, held: &File) -> io::Result<File> {
     let folder = File::open(path.parent().unwrap_or(Path::new("/")))?;
     // So that no other process replaces the file that this one creates.
@@ -220,7 +223,7 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
         if !is_held(&file)? || attempts_dead >= ATTEMPTS_DEAD_MAX {
             return Ok(None);
         }
-        // The holder locks first and writes its number then, so the number may be missing.
+        // The holder writes its number after it has locked the file, so the number may be missing.
         let record = read_record(&mut file)?;
         let pid = record.and_then(|record| i32::try_from(record.pid).ok()).and_then(Pid::from_raw);
         if let (Some(LockRecord { pid: number, is_ending }), Some(pid)) = (record, pid) {
@@ -250,7 +253,7 @@ pub struct LockRecord {
     pub is_ending: bool,
 }
 
-/// Reads what a lock file says of its last process; `None` if no process has locked it.
+/// Reads the record of a lock file's last process; `None` if no process has locked it.
 ///
 /// # Errors
 /// Those of the system.

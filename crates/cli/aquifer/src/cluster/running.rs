@@ -1,7 +1,7 @@
-//! Daemons that run in a state folder, and which of them `aquifer up` has started.
+//! Running daemons of a state folder, and whether `aquifer up` has started them.
 //!
 //! systemd, or a user in a terminal, can start daemons in any state folder. `aquifer up` and
-//! `aquifer down` change only daemons that `aquifer up` has started: another daemon may have the
+//! `aquifer down` change only daemons that `aquifer up` has started: another daemon may hold the
 //! memory of programs on other machines.
 
 use std::io;
@@ -40,8 +40,8 @@ pub struct ForeignDaemons {
     advice: &'static str,
 }
 
-/// Takes the cluster's lock, and waits for the process that holds it; then says so and calls
-/// `waiting` first.
+/// Acquires the cluster's lock. If another process holds it, reports that, calls `waiting`, and
+/// waits for that process.
 ///
 /// # Errors
 /// Those of the system.
@@ -56,7 +56,7 @@ pub fn lock_cluster(state: &StateDir, waiting: impl FnOnce()) -> io::Result<File
     })
 }
 
-/// Takes the cluster's lock; `None` if another process holds it.
+/// Acquires the cluster's lock; `None` if another process holds it.
 ///
 /// # Errors
 /// Those of the system.
@@ -95,10 +95,10 @@ pub fn running_daemons(state: &StateDir) -> Result<Vec<RunningDaemon>, Box<dyn s
     Ok(running)
 }
 
-/// A daemon, if it runs.
+/// Returns a daemon if it runs.
 ///
 /// # Errors
-/// If its lock cannot be read.
+/// If the daemon's lock cannot be read.
 pub fn running_daemon(state: &StateDir, daemon: Daemon) -> Result<Option<RunningDaemon>, LaunchError> {
     let process = process_of(state, daemon)?;
     Ok(process.map(|process| {

@@ -1,4 +1,4 @@
-//! `aquifer segment`: shows the segments of this host, and has them moved and freed.
+//! `aquifer segment`: shows, moves and frees the segments of this host.
 
 use std::error::Error;
 use std::path::Path;
@@ -15,21 +15,21 @@ use crate::Outcome;
 use crate::cli::{SegmentArguments, SegmentCommand};
 use crate::say::say_line;
 
-/// Interval of looks whether a segment has moved.
-const LOOK: Duration = Duration::from_millis(50);
+/// Interval between checks whether a segment has moved.
+const MOVE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The segments of an agent's host.
 #[derive(Debug, Serialize)]
 pub struct SegmentsStatus {
-    /// Those of the caller, or all if the caller is the agent's user.
+    /// The segments of the caller, or all segments if the caller is the agent's user.
     pub segments: Vec<SegmentStatus>,
-    /// What the host has done since its agent started.
+    /// Counts since the start of the host's agent.
     pub totals: SegmentTotals,
     /// The copies of segments on memory nodes, also of segments of other hosts.
     pub copies: Vec<CopiesStatus>,
 }
 
-/// Carries a command out.
+/// Executes a command.
 pub fn segment(state: Option<&Path>, arguments: &SegmentArguments) -> Outcome {
     let agent = arguments.agent.socket(state)?;
     match &arguments.command {
@@ -45,7 +45,7 @@ pub fn segment(state: Option<&Path>, arguments: &SegmentArguments) -> Outcome {
 /// The segments of an agent's host, for this command and for `aquifer status`.
 ///
 /// # Errors
-/// If it does not answer; `None` if there is no agent.
+/// If the agent does not answer; `None` if there is no agent.
 pub fn report(agent: &Path) -> std::io::Result<Option<SegmentsStatus>> {
     let Some((segments, totals)) = client::segment_report(agent)? else { return Ok(None) };
     let copies = client::copies_report(agent)?.unwrap_or_default();
@@ -89,7 +89,7 @@ impl SegmentsStatus {
     }
 }
 
-/// When and where a segment was synced.
+/// Text with the time and the nodes of a segment's last sync.
 fn synced(copies: &CopiesStatus) -> String {
     let list = |nodes: &[u16]| {
         let word = if nodes.len() == 1 { "node" } else { "nodes" };
@@ -103,7 +103,7 @@ fn synced(copies: &CopiesStatus) -> String {
     format!("synced {ago_s} s ago to {}", list(&copies.nodes))
 }
 
-/// What a person wants to know of a segment.
+/// One line of text about a segment.
 fn line_of(segment: &SegmentStatus) -> String {
     let SegmentStatus { user, id, bytes, missing_bytes, process, is_open, target, .. } = segment;
     let owner = if *is_open { format!("process {process}") } else { format!("of {process}, which is away") };
@@ -118,7 +118,7 @@ fn line_of(segment: &SegmentStatus) -> String {
     format!("user {user} segment {id}: {}, {owner}{pages}{target}", ByteSize(*bytes))
 }
 
-/// All segments together, in a line.
+/// One line of text about all segments.
 pub fn summary(report: &SegmentsStatus) -> String {
     let SegmentsStatus { segments, totals, .. } = report;
     let bytes = segments.iter().map(|segment| segment.bytes).sum();
@@ -150,7 +150,7 @@ fn find(agent: &Path, id: u64, user: Option<u32>) -> Result<(SegmentStatus, Segm
         (Some(segment), true) => Ok((segment, totals)),
         (Some(_), false) => Err(format!("several users have a segment {id}: give --user").into()),
         (None, _) => {
-            Err(format!("segment {id} is not on this host: look at the others, by `aquifer segment list`")
+            Err(format!("segment {id} is not on this host: `aquifer segment list` shows those that are")
                 .into())
         }
     }
@@ -201,12 +201,13 @@ fn move_to(agent: &Path, id: u64, process: &str, user: Option<u32>, timeout: Dur
         if began.elapsed() > timeout {
             let owner = &segment.process;
             return Err(format!(
-                "process {owner} was told that {process} is to have segment {id}, and has not handed it over \
-                 within {timeout:?}: it does so when it looks for requests (Process::next_event)"
+                "process {owner} was asked to hand segment {id} over to {process}, and has not done so \
+                within {timeout:?}: a process hands segments over when it polls for requests \
+                (Process::next_event)"
             )
             .into());
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(MOVE_CHECK_INTERVAL);
     }
 }
 
@@ -214,7 +215,7 @@ fn free(agent: &Path, id: u64, user: Option<u32>) -> Outcome {
     let report = require(agent)?;
     let is_here = report.segments.iter().any(|segment| segment.id == id);
     let is_wanted = |copies: &&CopiesStatus| copies.id == id && user.is_none_or(|user| copies.user == user);
-    // One that another host has is refused by the agent.
+    // The agent refuses a segment that another host owns.
     let lost = report.copies.iter().find(is_wanted).filter(|copies| !is_here || !copies.has_owner);
     let owner = match lost {
         Some(lost) => lost.user,
@@ -240,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_segment_is_told_in_a_line() {
+    fn a_segment_is_shown_in_one_line() {
         let mut segment = SegmentStatus {
             user: 5,
             id: 7,

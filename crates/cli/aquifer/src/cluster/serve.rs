@@ -41,13 +41,13 @@ const MEMPOOL_BYTES_MAX: u64 = 4 << 30;
 /// Interval between checks whether a directory whose lock file was deleted is still used.
 const UNUSED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What a detached daemon writes to standard output once it serves.
+/// The line that a detached daemon writes to standard output once it serves.
 pub const READY: &[u8] = b"ready\n";
 
 /// Runs a daemon until it is asked to stop.
 ///
 /// # Errors
-/// If it cannot serve.
+/// If the daemon cannot serve.
 pub fn serve(state: &StateDir, command: DaemonCommand) -> Outcome {
     state.create()?;
     match command {
@@ -88,7 +88,7 @@ pub fn serve(state: &StateDir, command: DaemonCommand) -> Outcome {
 
 /// Name of the settings file in /etc/aquifer that a daemon reads if `--config` is not given.
 ///
-/// A daemon of `aquifer up` reads none: it gets all settings on its command line.
+/// A daemon of `aquifer up` reads no file: it gets all settings on its command line.
 fn default_config<'a>(detach: &DetachArguments, name: &'a str) -> Option<&'a str> {
     (!detach.detached).then_some(name)
 }
@@ -248,14 +248,14 @@ fn heaps(
     Ok(aquifer_heaps::serve(options, &now, &when_unused, || ready.notify())?)
 }
 
-/// The socket at which a node gives memory to the heaps of this machine.
+/// The socket at which a node lends memory to the heaps of this machine.
 fn heap_memory_socket(state: &StateDir, node: u16) -> std::path::PathBuf {
-    // As short as the node's own: see the longest path of a state folder.
+    // As short as the name of the node's own socket, for which state folders leave room.
     state.socket(&format!("span-{node}"))
 }
 
-/// Where a node listens: on a socket from systemd, at an address, or on this machine's shared
-/// memory.
+/// The address at which a node listens: a socket from systemd, a network address, or shared memory
+/// of this machine.
 ///
 /// # Errors
 /// If the settings contradict each other.
@@ -373,7 +373,7 @@ pub fn gateway() -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Most descriptors that a daemon asks for: enough for the programs of [`aquifer_agent`]'s limits.
+/// Most descriptors that a daemon requests: enough for the programs of [`aquifer_agent`]'s limits.
 const DESCRIPTORS_WANTED: u64 = 262_144;
 
 /// Raises the limit of open files: each paged program needs some thirty descriptors in the agent,

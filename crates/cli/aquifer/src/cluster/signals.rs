@@ -16,8 +16,8 @@ use super::lock::{EndingMark, FileLock, LockWatch};
 pub enum StopRequest {
     /// The daemon received SIGTERM or SIGINT.
     Now,
-    /// The daemon's lock file was deleted, so `aquifer down` cannot find the daemon. It is to serve
-    /// those that use it, and then end.
+    /// The daemon's lock file was deleted, so `aquifer down` cannot find the daemon. It must serve
+    /// its present users, and end after them.
     WhenUnused,
 }
 
@@ -40,7 +40,7 @@ impl StopSignal {
         Self::install_with(&[])
     }
 
-    /// As [`Self::install`], with more signals that mean the same.
+    /// Does the same as [`Self::install`], and treats signals in `more` as requests to stop, too.
     ///
     /// # Errors
     /// If the system has no descriptor.
@@ -61,17 +61,19 @@ impl StopSignal {
         if descriptor < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it was just opened and has no other owner.
+        // SAFETY: the descriptor was just opened and has no other owner.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
         Ok(Self { descriptor, lock: None, ending: None })
     }
 
-    /// Also watches the daemon's lock file, and notes there when the daemon is asked to stop. If
-    /// that is not possible, logs it.
+    /// Also watches the daemon's lock file, and writes there when the daemon is asked to stop. A
+    /// failure is logged.
     pub fn watch_lock(&mut self, daemon: Daemon, lock: &FileLock) {
         match lock.ending_mark() {
             Ok(ending) => self.ending = Some(ending),
-            Err(error) => tracing::warn!(%daemon, %error, "cannot note in the lock file when this ends"),
+            Err(error) => {
+                tracing::warn!(%daemon, %error, "the lock file will not show that this process ends")
+            }
         }
         match lock.watch() {
             Ok(watch) => self.lock = Some((daemon, watch)),
@@ -89,7 +91,7 @@ impl StopSignal {
         self.wait_or(&[], timeout)
     }
 
-    /// As [`Self::wait`], and also returns `None` when one of `others` is readable.
+    /// Does the same as [`Self::wait`], and also returns `None` when one of `others` is readable.
     pub fn wait_or(&mut self, others: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Option<StopRequest> {
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         loop {
@@ -97,7 +99,7 @@ impl StopSignal {
             if let Some((daemon, _)) = self.lock.take_if(|(_, watch)| watch.is_deleted()) {
                 tracing::warn!(
                     %daemon,
-                    "the lock file of this daemon was deleted; serving those that use it, and then ending"
+                    "the lock file of this daemon was deleted; ending when no process uses it any more"
                 );
                 return Some(StopRequest::WhenUnused);
             }

@@ -26,10 +26,10 @@ use records::{Reader, Records};
 const EXIT_DEGRADED: u8 = 3;
 /// Exit code of `aquifer status` if no cluster is up.
 const EXIT_NO_CLUSTER: u8 = 4;
-/// Longest time for answers from daemons of this machine that are known to run. An agent that is
-/// asked for its status waits for nodes meanwhile.
+/// Timeout of answers from daemons of this machine that are known to run. An agent waits for nodes
+/// before it answers a status request.
 const LOCAL_TIMEOUT: Duration = Duration::from_secs(8);
-/// Longest time for answers from others.
+/// Timeout of answers from other daemons.
 const REMOTE_TIMEOUT: Duration = Duration::from_millis(1800);
 
 /// The status of a cluster, as `aquifer status --json` prints it.
@@ -42,10 +42,10 @@ struct Status {
     /// Whether the agent's sockets exist.
     #[serde(skip)]
     is_reachable: bool,
-    /// The directory that has answered and has no record of a cluster.
+    /// The location of a directory that has answered and has no record of a cluster.
     #[serde(skip)]
     empty_directory: Option<String>,
-    /// How to give this cluster a command.
+    /// The start of a command line for this cluster.
     #[serde(skip)]
     command: String,
     #[serde(rename = "parts")]
@@ -59,7 +59,7 @@ struct Status {
     agent: Option<AgentStatus>,
     /// The segments of this machine, if there are any or were.
     segments: Option<SegmentsStatus>,
-    /// Messages about what could not be determined.
+    /// Messages about information that could not be obtained.
     problems: Vec<String>,
 }
 
@@ -69,12 +69,12 @@ struct DaemonStatus {
     #[serde(rename = "alive")]
     is_running: bool,
     pid: Option<u32>,
-    /// Whether `aquifer up` has started the process, or is to start it.
+    /// Whether `aquifer up` has started the process, or will start it.
     #[serde(rename = "by_up")]
     is_of_up: bool,
 }
 
-/// A node that is not in the directory any more.
+/// A node that has left the directory.
 #[derive(Debug, Serialize)]
 struct MissingNode {
     id: u16,
@@ -103,7 +103,7 @@ struct HeapsStatus {
     address: String,
     /// Memory that its heaps may take.
     memory_bytes: u64,
-    /// What each heap holds, as the service reports it.
+    /// The reports of the service on its heaps; `None` if it does not answer.
     heaps: Option<Vec<HeapReport>>,
 }
 
@@ -121,8 +121,8 @@ pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
     Ok(ExitCode::from(status.exit_code()))
 }
 
-/// The state folder that is shown: that of the daemons of systemd, if no folder was named and the
-/// default one has no cluster.
+/// The state folder that is shown: the folder of the daemons of systemd, if no folder was named and
+/// the default one has no cluster.
 fn shown_folder(state: &StateDir) -> Result<StateDir, Box<dyn std::error::Error>> {
     let Some(system) = state.system_folder() else { return Ok(state.clone()) };
     let is_used = ClusterConfig::load(state)?.is_some() || !running_daemons(state)?.is_empty();
@@ -140,7 +140,7 @@ impl Status {
         }
     }
 
-    /// Whether a daemon runs here, or an agent or a directory has said something of a cluster.
+    /// Whether a daemon runs here, or an agent or a directory has answered about a cluster.
     fn has_cluster(&self) -> bool {
         self.daemons.iter().any(|daemon| daemon.is_running) || self.agent.is_some() || self.has_records()
     }
@@ -174,7 +174,7 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
         status.is_reachable = status.problems.is_empty();
     }
     let socket = arguments.agent.socket(state.by_option())?;
-    // Its own socket may be the one that all users have.
+    // The cluster's own socket may be the shared one.
     let own_sockets = [Some(state.agent_socket()), config.as_ref().and_then(|it| it.shared_socket.clone())];
     let is_own = own_sockets.contains(&Some(socket.clone()));
     // A dead agent does not answer, although the keeper still has its socket.
@@ -226,7 +226,7 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
             status.nodes = records.nodes.iter().map(|node| node_status(node, agent)).collect();
             (status.heaps, status.agents) = (records.heaps, records.agents);
         }
-        // What the agent knows, while the directory does not answer.
+        // The directory does not answer: show the nodes that the agent knows.
         None => status.nodes = agent.iter().flat_map(|agent| &agent.nodes).map(node_of_agent).collect(),
     }
     status.nodes.sort_by_key(|node| node.id);
@@ -234,7 +234,7 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
 }
 
 impl Status {
-    /// A status with nothing in it.
+    /// An empty status.
     fn new(state: &StateDir) -> Self {
         Self {
             state: state.path().display().to_string(),
@@ -320,7 +320,7 @@ fn node_status(node: &NodeRecord, agent: Option<&AgentStatus>) -> NodeStatus {
     }
 }
 
-/// The status of a node as far as the agent knows it.
+/// The status of a node by the agent's report.
 fn node_of_agent(node: &aquifer_report::NodeStatus) -> NodeStatus {
     NodeStatus {
         id: node.id,
@@ -332,10 +332,10 @@ fn node_of_agent(node: &aquifer_report::NodeStatus) -> NodeStatus {
     }
 }
 
-/// The nodes whose memory the directory has, and not the node itself.
+/// Nodes of which the directory has a record of the memory, and none of the node.
 ///
-/// In a cluster of `aquifer up` they may be of an earlier configuration, so only those count that
-/// the agent has seen.
+/// In a cluster of `aquifer up` such nodes may be of an earlier configuration, so only nodes that
+/// the agent has seen count.
 fn missing_nodes(records: &Records, agent: Option<&AgentStatus>, is_own: bool) -> Vec<MissingNode> {
     let seen = |id| {
         let missing = agent.iter().flat_map(|agent| &agent.missing_nodes);

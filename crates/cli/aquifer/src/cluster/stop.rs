@@ -1,8 +1,8 @@
 //! Stop of daemons in steps, all on one clock.
 //!
 //! A step begins when all daemons of the step before have ended, and each step has a deadline. The
-//! deadlines count from the start of the first step. So the time that a step does not use is left
-//! for the next ones, and the whole takes a bounded time however many daemons hang.
+//! deadlines count from the start of the first step. So later steps can use the time that a step
+//! has left, and the whole stop takes a bounded time however many daemons hang.
 
 use std::fmt;
 use std::io;
@@ -15,28 +15,28 @@ use rustix::process::{Signal, pidfd_send_signal};
 use super::daemon::Daemon;
 use super::lock::LockHolder;
 
-/// Time that the kernel has to end killed daemons.
+/// Time within which killed daemons must end.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval at which processes are looked for that have ended but for what the kernel does. One
-/// that is found twice is left alone.
+/// Interval between checks for processes that run no more, but that the kernel has not removed. A
+/// process that is found twice in a row is abandoned.
 const EXIT_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How a daemon was stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StopOutcome {
-    /// By SIGTERM.
+    /// The daemon ended after SIGTERM.
     Terminated,
-    /// By SIGKILL, after it had not ended in time.
+    /// The daemon did not end in time, and was killed by SIGKILL.
     Killed,
-    /// The daemon runs no more, but the kernel has not removed the process: the kernel frees much
-    /// memory, or waits to close a descriptor that a user has sent.
+    /// The daemon does not run any longer, but the kernel has not removed its process yet: the
+    /// kernel frees much memory, or waits to close a descriptor that a user has sent.
     Unremoved(u32),
 }
 
 /// Why daemons could not be stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum StopError {
-    /// Their ends cannot be waited for.
+    /// The system does not let this process wait for the daemons.
     #[error("cannot wait for the end of {daemons}: {source}")]
     Wait {
         /// The daemons.
@@ -103,7 +103,7 @@ pub fn stop(
 /// Daemons that are stopped.
 struct Stop {
     running: Vec<(Daemon, LockHolder)>,
-    /// The processes of these that ran no more at the last check.
+    /// The processes of `running` that ran no more at the last check.
     exiting: Vec<u32>,
     ended: Vec<(Daemon, StopOutcome)>,
 }
@@ -139,7 +139,7 @@ impl Stop {
         Ok(())
     }
 
-    /// Leaves processes that ran no more at the last check either.
+    /// Abandons processes that run no more, and did not at the last check either.
     fn leave_unremoved(&mut self) {
         let exiting: Vec<_> =
             self.running.iter().map(|(_, process)| process.pid).filter(|pid| is_exiting(*pid)).collect();

@@ -12,10 +12,10 @@ use aquifer_channel::exiting::is_exiting;
 use aquifer_channel::socket::wait_readable;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Interval between log lines of a successor that waits for the end of the agent before it, which
+/// Interval between log lines of a successor that waits for the end of the previous agent, which
 /// frees its memory.
 const WAIT_LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// Time after which one that was killed is not waited for. The lock is taken from it then.
+/// Time for which a successor waits for the end of a killed agent. It then replaces the lock file.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Ends this process as if it were killed.
@@ -39,17 +39,17 @@ pub fn end_with_successor() {
 /// Starts another process with the arguments of this one. It serves after this one has ended.
 fn start() -> io::Result<u32> {
     let path = std::env::current_exe()?;
-    // The file was replaced or removed after this process had started.
+    // The file may have been replaced or removed after this process had started.
     let path = if path.exists() { &path } else { Path::new("/proc/self/exe") };
     let mut command = Command::new(path);
     command.args(std::env::args_os().skip(1)).args(["--after", &std::process::id().to_string()]);
-    // The log is standard error.
+    // Standard error is inherited: it is the log.
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
     Ok(child.id())
 }
 
-/// Waits until a process has ended. It may take long: until then no other agent can serve, and the
-/// keeper ends no program.
+/// Waits until a process has ended. The wait may be long: until then no other agent can serve, and
+/// the keeper ends no program.
 ///
 /// # Errors
 /// Those of the system calls.

@@ -1,8 +1,9 @@
-//! The supervisor of a cluster of `aquifer up`: starts daemons again that have died.
+//! The supervisor of a cluster of `aquifer up`: restarts daemons that have died.
 //!
 //! `aquifer up`, a user, or an agent that starts its successor can start a daemon, too. So the
-//! supervisor acts on what the locks show and not on what it has started itself, and a daemon that
-//! is started twice nevertheless ends at the lock.
+//! supervisor acts on the state of the locks and not on its own record of started daemons. The
+//! second process of a daemon that is started twice nevertheless ends, because it cannot acquire
+//! the lock.
 
 mod restarts;
 
@@ -31,8 +32,8 @@ const LOCK_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Pause before the next attempt while another process holds the cluster's lock.
 const LOCKED_PAUSE: Duration = Duration::from_millis(200);
 
-/// Starts daemons of the cluster again that die, until `stop` has a request or the configuration is
-/// gone. Calls `ready` once all daemons are watched.
+/// Restarts daemons of the cluster that die, until `stop` has a request or the configuration is
+/// removed. Calls `ready` once all daemons are watched.
 ///
 /// # Errors
 /// If the state folder has no cluster with a supervisor.
@@ -81,7 +82,7 @@ impl<'a> Supervisor<'a> {
         self.watched.values().map(|process| process.pidfd.as_fd()).collect()
     }
 
-    /// Finds out from the locks which daemons run.
+    /// Updates the state of all daemons from their locks.
     fn check_locks(&mut self) {
         reap_children();
         for daemon in self.restarts.daemons() {
@@ -89,7 +90,7 @@ impl<'a> Supervisor<'a> {
                 Ok(Some(lock)) => self.observe(daemon, lock),
                 Ok(None) => {}
                 Err(error) => {
-                    // Its pidfd may be readable, and would end each wait at once.
+                    // A readable pidfd of this process would end each wait at once.
                     self.watched.remove(&daemon);
                     tracing::warn!(%daemon, %error, "cannot determine whether the daemon runs");
                 }
@@ -127,7 +128,7 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Starts the daemons that are due, and returns the time until the next check; `None` if the
-    /// supervisor is to end.
+    /// supervisor must end.
     fn restart_due(&mut self, stop: &mut StopSignal) -> Option<Duration> {
         if !self.restarts.due(self.now()).is_empty() {
             // So that `aquifer up` and `aquifer down` do not start or stop them at the same time.
@@ -135,7 +136,7 @@ impl<'a> Supervisor<'a> {
                 Ok(Some(lock)) => lock,
                 Ok(None) => return Some(LOCKED_PAUSE),
                 Err(error) => {
-                    tracing::warn!(%error, "cannot take the cluster's lock; trying again");
+                    tracing::warn!(%error, "cannot acquire the cluster's lock; retrying in 10 s");
                     return Some(LOCK_CHECK_INTERVAL);
                 }
             };

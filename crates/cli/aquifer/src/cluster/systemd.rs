@@ -18,7 +18,7 @@ const SOCKETS_MAX: usize = 16;
 
 /// The listening socket that systemd passes to a daemon, if any.
 ///
-/// It is the socket with the daemon's name, or the only one if systemd gives no names. Must be
+/// Chooses the socket with the daemon's name, or the only socket if systemd gives no names. Must be
 /// called at most once in a process.
 ///
 /// # Errors
@@ -62,12 +62,12 @@ fn requirement(kind: SocketType) -> &'static str {
 
 /// Takes ownership of a descriptor that was open when the process started.
 fn own_descriptor(descriptor: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: fcntl with this command takes numbers alone, and says whether the descriptor is open.
+    // SAFETY: fcntl with this command uses no pointers. It fails if the descriptor is not open.
     if unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it is open, was opened by systemd, and `listener` is called once: it has no other
-    // owner.
+    // SAFETY: systemd has opened the descriptor, which has no other owner because `listener` is
+    // called once.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 

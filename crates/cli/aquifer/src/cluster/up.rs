@@ -27,21 +27,21 @@ use aquifer_node::memory::available_bytes;
 /// Advice for a folder with daemons that `aquifer up` has not started.
 const ELSEWHERE: &str = "choose another folder with --state, or stop them first";
 
-/// Longest time for the keeper to take a request.
+/// Timeout of a request to the keeper.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Starts the daemons of the cluster that do not run, and returns once they serve.
 pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     let arguments = with_absolute_paths(arguments)?;
     if !state.path().exists() {
-        // What is refused leaves no folder.
+        // Refused arguments must leave no folder.
         let config = ClusterConfig::from_arguments(&arguments);
         check_start(state, &config, &config.daemons(), &arguments)?;
     }
     state.create()?;
     let _lock = lock_cluster(state, || {})?;
     let running = running_daemons(state)?;
-    // `aquifer up` begins no cluster among daemons that it has not started.
+    // `aquifer up` creates no cluster in a folder with daemons that it has not started.
     let is_new = running.iter().all(|daemon| !daemon.is_of_up);
     if is_new {
         refuse_foreign(state, &running, ELSEWHERE)?;
@@ -80,8 +80,8 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Checks what can be known before daemons are started: one message is better than one of each
-/// daemon.
+/// Checks the requirements of all daemons before any is started: one message is better than one of
+/// each daemon.
 fn check_start(
     state: &StateDir,
     config: &ClusterConfig,
@@ -104,7 +104,7 @@ fn check_start(
     Ok(())
 }
 
-/// What to do about a socket of the agent that is gone.
+/// Advice about a deleted socket of the agent.
 pub(super) fn lost_socket(socket: &Path) -> String {
     format!(
         "the agent's socket {} is gone, so that no program can reach the agent: stop the cluster with \
@@ -123,7 +123,7 @@ fn with_absolute_paths(arguments: &UpArguments) -> std::io::Result<UpArguments> 
     Ok(arguments)
 }
 
-/// Has the keeper log how each of these daemons ends. A daemon works without that.
+/// Requests that the keeper logs how each of these daemons ends. A daemon works without that.
 ///
 /// # Errors
 /// If the keeper does not answer.
@@ -156,7 +156,7 @@ fn new_config(arguments: &UpArguments) -> Result<ClusterConfig, Box<dyn std::err
     Ok(config)
 }
 
-/// Waits for the end of the daemons that were asked to stop.
+/// Waits until the daemons that were asked to stop have ended.
 fn await_ending<'a>(running: impl Iterator<Item = &'a RunningDaemon>) -> std::io::Result<()> {
     for RunningDaemon { daemon, process, .. } in running.filter(|running| running.process.is_ending) {
         crate::say::say_error!("waiting for {daemon} (process {}), which is stopping", process.pid);
@@ -176,7 +176,7 @@ fn missing(state: &StateDir, config: &ClusterConfig) -> Result<Vec<Daemon>, Laun
     Ok(missing)
 }
 
-/// Checks that the machine has the memory that the nodes are to lend.
+/// Checks that the machine has the memory that the nodes will lend.
 ///
 /// Nodes allocate their memory as it is used. Without the check, the machine would run out of
 /// memory while programs run.

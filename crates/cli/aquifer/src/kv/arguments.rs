@@ -37,12 +37,12 @@ pub struct KvArguments {
         default_value = "default"
     )]
     pub store: String,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: KvCommand,
 }
 
-/// What `aquifer kv` does.
+/// Commands of `aquifer kv`.
 #[derive(Subcommand, Clone, Debug)]
 pub enum KvCommand {
     /// Give a key a value

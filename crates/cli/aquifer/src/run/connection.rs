@@ -16,14 +16,14 @@ use parking_lot::Mutex;
 
 use super::RunError;
 
-/// Time to wait for the statistics. The agent frees the run's memory before it sends them.
+/// Timeout of the statistics. The agent frees the run's memory before it sends them.
 const STATISTICS_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time without an answer after which the user is told what the run waits for. systemd restarts an
+/// Time without an answer after which a message says what the run waits for. systemd restarts an
 /// agent sooner.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Agents that are asked for a run, one after the other.
+/// Maximum number of agents that are asked for a run, one after the other.
 const OPEN_ATTEMPTS_MAX: u32 = 5;
 
 /// An open run: the socket to its agent or swap server, and the thread that receives from it.
@@ -39,7 +39,7 @@ pub(super) struct RunConnection {
 impl RunConnection {
     /// Opens a run at the agent.
     ///
-    /// An agent that is killed before it answers has opened none: the next agent is asked.
+    /// An agent that is killed before it answers has opened no run: the next agent is asked.
     pub(super) fn open(path: &Path, open: &OpenRun) -> Result<Self, RunError> {
         for _ in 1..OPEN_ATTEMPTS_MAX {
             match Self::try_open(path, open) {
@@ -52,7 +52,7 @@ impl RunConnection {
 
     fn try_open(path: &Path, open: &OpenRun) -> Result<Self, RunError> {
         let socket = client::connect(path).map_err(|error| match error.kind() {
-            io::ErrorKind::PermissionDenied => RunError::Stranger(error),
+            io::ErrorKind::PermissionDenied => RunError::OtherUser(error),
             _ => RunError::NoCluster { path: path.to_owned() },
         })?;
         send_frame(&socket, &Frame::OpenRun(open.clone()), &[]).map_err(RunError::Agent)?;
@@ -87,7 +87,7 @@ impl RunConnection {
     /// Starts the thread that receives notices, the reason for an end, and statistics.
     ///
     /// If the other end closes the connection, the thread calls `on_gone`, which returns the reason
-    /// for the end of the program.
+    /// why the program was ended.
     pub(super) fn listen(&mut self, on_gone: impl FnOnce() -> String + Send + 'static) {
         let (sender, receiver) = channel();
         self.statistics = Some(receiver);
@@ -105,10 +105,9 @@ impl RunConnection {
 
     /// Closes the run and returns its statistics as JSON; `None` if they do not arrive.
     ///
-    /// If the other end has closed the connection, the reason for the end of the program is known
-    /// afterwards.
+    /// If the other end has closed the connection, [`Self::reason`] returns the reason afterwards.
     pub(super) fn close(&mut self) -> Option<String> {
-        // If it cannot be sent, the thread finds the connection closed, and ends.
+        // If the frame cannot be sent, the connection is closed, and the thread ends.
         let _ = send_frame(&*self.socket, &Frame::CloseRun, &[]);
         self.statistics.as_ref()?.recv_timeout(STATISTICS_TIMEOUT).ok()
     }
@@ -129,8 +128,8 @@ impl RunConnection {
     }
 }
 
-/// The function to call if the connection to the agent is closed: it ends the program, and returns
-/// the reason.
+/// Returns the function to call if the connection to the agent is closed: it ends the program, and
+/// returns the reason.
 ///
 /// The keeper holds this connection, too, so it is closed only if the keeper has ended the run, or
 /// if agent and keeper have died. Then no agent can take over, and nothing would end the program.
@@ -159,7 +158,7 @@ fn receive_loop(
                 reason.lock().get_or_insert(text);
             }
             Ok((Frame::Statistics(text), _)) => {
-                // Fails if `close` has stopped waiting.
+                // Fails if `close` does not wait any more.
                 let _ = statistics.send(text);
                 return;
             }

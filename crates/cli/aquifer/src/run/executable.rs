@@ -16,7 +16,7 @@ use object::read::elf::{Dyn, FileHeader, ProgramHeader};
 const SCRIPT_DEPTH_MAX: u32 = 4;
 /// The extended attribute with the capabilities of a file.
 const CAPABILITIES: &str = "security.capability";
-/// Start of the names of AddressSanitizer's runtime.
+/// Prefixes of the file names of AddressSanitizer's runtime.
 const ASAN_RUNTIME: [&[u8]; 2] = [b"libasan.so", b"libclang_rt.asan"];
 
 /// Why a program cannot be run on the pool.
@@ -92,7 +92,7 @@ use ExecutableError::{
     Unreadable,
 };
 
-/// Finds a program as a shell does.
+/// Finds a program by its path, or by its name in the folders of PATH.
 ///
 /// # Errors
 /// `NotFound`.
@@ -110,7 +110,7 @@ pub(super) fn find(name: &OsStr) -> Result<PathBuf, ExecutableError> {
 /// Checks that a program can be paged by the shim.
 ///
 /// # Errors
-/// Why it cannot.
+/// The reason why it cannot be paged.
 pub(super) fn check(program: &Path) -> Result<(), ExecutableError> {
     check_file(program, program, SCRIPT_DEPTH_MAX)
 }
@@ -166,8 +166,8 @@ fn check_file(program: &Path, file: &Path, depth: u32) -> Result<(), ExecutableE
     }
 }
 
-/// Whether a file gives its process capabilities. Without the right to know, it counts as if not:
-/// then the watch for unpaged processes finds it.
+/// Whether a file gives its process capabilities; false if the attribute cannot be read. The watch
+/// for unpaged processes finds such a process later.
 fn has_capabilities(file: &Path) -> bool {
     rustix::fs::getxattr(file, CAPABILITIES, &mut [0u8; 64]).is_ok_and(|length| length > 0)
 }
@@ -229,10 +229,10 @@ fn needs_asan<'a, R: object::ReadRef<'a>>(
     Ok(libraries.any(|library| ASAN_RUNTIME.iter().any(|name| library.starts_with(name))))
 }
 
-/// Symbols by which the runtime of SBCL is known, whose heap may be executed.
+/// Symbols that identify the runtime of SBCL, which has an executable heap.
 const EXECUTABLE_HEAP_SYMBOLS: [&[u8]; 2] = [b"dynamic_space_size", b"DYNAMIC_SPACE_START"];
 
-/// Whether a program is known to keep its data in memory that may be executed, which is not paged.
+/// Whether a program is known to have its data in executable memory, which is not paged.
 pub(super) fn has_executable_heap(program: &Path) -> bool {
     let Ok(file) = File::open(program) else { return false };
     exports_all(&ReadCache::new(file), &EXECUTABLE_HEAP_SYMBOLS).unwrap_or(false)

@@ -1,8 +1,7 @@
 //! Forwarding of signals from `aquifer run` to the program.
 //!
-//! Whatever is sent to `aquifer run` reaches the program. What the kernel sends to both because
-//! they share a terminal, or to this process alone because of what it does itself, is not
-//! forwarded.
+//! Signals that a process sends to `aquifer run` are forwarded. Signals of the kernel are not: the
+//! program gets those of the shared terminal itself, and others are caused by this process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,12 +16,12 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 static CHILD: AtomicI32 = AtomicI32::new(0);
 /// The program, from its start on.
 static PROGRAM: OnceLock<OwnedFd> = OnceLock::new();
-/// Signals that came before the program was started, a bit for each.
+/// Signals that were received before the program was started, a bit for each.
 static EARLY: AtomicU64 = AtomicU64::new(0);
 /// Signals that were ignored when this process was started: the program ignores them, too.
 static IGNORED: AtomicU64 = AtomicU64::new(0);
 
-/// Signals that a process gets for a fault of its own.
+/// Signals that the kernel sends to a process for its own fault.
 const FAULTS: [i32; 6] =
     [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGSYS];
 /// Signals that stop a process.
@@ -47,16 +46,16 @@ extern "C" fn forward(signal: i32, info: *mut libc::siginfo_t, _context: *mut li
     unsafe {
         let errno = *libc::__errno_location();
         let code = (*info).si_code;
-        // What this process does itself, such as a write to a closed pipe, counts as sent by it.
+        // A signal that this process causes, such as by a write to a closed pipe, is not forwarded.
         let is_sent = code <= 0 && (*info).si_pid() != libc::getpid();
         if is_sent {
             send((code == libc::SI_QUEUE).then(|| (*info).si_value()), signal);
         } else if FAULTS.contains(&signal) {
-            // It happens again when the handler returns.
+            // The fault is repeated when the handler returns, and ends the process.
             libc::signal(signal, libc::SIG_DFL);
         }
         if STOPS.contains(&signal) && IGNORED.load(SeqCst) & bit(signal) == 0 {
-            // The shell sees that the job has stopped.
+            // The shell must see that the job has stopped.
             libc::raise(libc::SIGSTOP);
         }
         *libc::__errno_location() = errno;
@@ -66,7 +65,7 @@ extern "C" fn forward(signal: i32, info: *mut libc::siginfo_t, _context: *mut li
 /// Sends a signal to the program, with its value if it has one.
 ///
 /// # Safety
-/// None beside what a signal handler may call.
+/// No conditions. All calls are permitted in a signal handler.
 unsafe fn send(value: Option<libc::sigval>, signal: i32) {
     let child = CHILD.load(SeqCst);
     if child == 0 {
@@ -100,8 +99,8 @@ pub(super) fn install() {
     }
 }
 
-/// Lets the program ignore what this process has ignored at its start (`nohup`, or `&` in a
-/// script): a handler is forgotten when a program is executed, and what is ignored is not.
+/// Makes the program ignore the signals that this process ignored at its start (`nohup`, or `&` in
+/// a script). `execve` resets handlers, and keeps ignored signals.
 pub(super) fn inherit(command: &mut Command) {
     let ignore = || {
         for signal in all().filter(|signal| IGNORED.load(SeqCst) & bit(*signal) != 0) {
@@ -116,8 +115,8 @@ pub(super) fn inherit(command: &mut Command) {
     unsafe { command.pre_exec(ignore) };
 }
 
-/// Sets the process that gets the signals, 0 for none, and sends it those that came before. It must
-/// not have been waited for.
+/// Sets the process that gets the signals, 0 for none, and sends it the signals that were received
+/// before. The process must not have been reaped.
 pub(super) fn forward_to(child: u32) {
     let number = i32::try_from(child).ok().and_then(Pid::from_raw);
     if let Some(pidfd) = number.and_then(|number| pidfd_open(number, PidfdFlags::empty()).ok()) {
@@ -134,7 +133,7 @@ pub(super) fn forward_to(child: u32) {
 /// Kills the program.
 pub(super) fn kill_program() {
     if let Some(pidfd) = PROGRAM.get() {
-        // It may have ended.
+        // The program may have ended.
         let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
     }
 }

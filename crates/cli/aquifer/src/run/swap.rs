@@ -113,8 +113,8 @@ impl SwapServer {
         Ok(cgroup::command(program.as_os_str(), procs))
     }
 
-    /// The function to call if the server dies while the program runs: it removes the device, and
-    /// returns the reason for the end of the program, whose swapped pages are lost.
+    /// Returns the function to call if the server dies while the program runs. It removes the
+    /// device, and returns the reason why the program is ended: its swapped pages are lost.
     pub(super) fn on_gone(&self) -> impl FnOnce() -> String + Send + use<> {
         let record = self.record.clone();
         move || {
@@ -125,8 +125,8 @@ impl SwapServer {
         }
     }
 
-    /// Reaps the server if it has ended. It ends when its cgroup is empty, perhaps later than this
-    /// process.
+    /// Reaps the server if it has ended. The server ends when its cgroup is empty, perhaps later
+    /// than this process.
     pub(super) fn reap(mut self) {
         let _ = self.process.try_wait();
     }

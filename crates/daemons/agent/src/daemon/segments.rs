@@ -35,12 +35,12 @@ pub(super) fn start_segments(
             ));
         }
         (_, Some(key)) => key.clone(),
-        // Nothing but this process has it.
+        // A random key, which no other process has.
         (None, None) => ClusterKey::generate().map_err(AgentError::Threads)?,
     };
     let AgentRecord { host, claim_epoch: epoch, .. } = *membership.record();
     let life = Life { host, epoch };
-    // Other hosts wait for as long from the end of the lease, by their clocks.
+    // Other hosts count the grace time from the end of the lease by their own clocks.
     let grace = options.grace.mul_f64(0.75);
     let (bytes_per_tenant, sockets) = (bytes_per_user, options.sockets());
     let descriptors = Arc::clone(&services.descriptors);
@@ -61,8 +61,8 @@ pub(super) fn start_segments(
     Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease(), keeper, kept)?))
 }
 
-/// The segments of an earlier agent; the keeper releases those that are unreadable. If `resumes` is
-/// false all of them are lost, because other hosts know that the earlier agent has died.
+/// Returns the segments of an earlier agent. The keeper releases unreadable ones. If `resumes` is
+/// false all of them are lost, because other hosts consider the earlier agent dead.
 pub(super) fn restorable_segments(
     kept: Vec<RestoredItem>,
     resumes: bool,

@@ -1,4 +1,4 @@
-//! When the memory of a node that is away is taken for lost.
+//! Nodes that are away: decides when their memory is lost.
 //!
 //! Pure: time is an argument.
 
@@ -10,17 +10,17 @@ use crate::mutation::Mutation;
 /// Interval between attempts to connect to a node that is away, by all threads together.
 const ATTEMPT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Longest time between two attempts that show that the node was away in between. An attempt may
-/// take half of it.
+/// Longest time between two failed attempts that prove that the node was away in between. An
+/// attempt may take half of it.
 const ATTEMPT_GAP_MAX: Duration = Duration::from_secs(10);
 
-/// Attempts to connect to a node that have failed, one soon after the other, without one that
-/// succeeded in between.
+/// A series of failed attempts to connect to a node, at most [`ATTEMPT_GAP_MAX`] apart, without a
+/// success in between.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FailedAttempts {
-    /// When the first attempt began.
+    /// The start of the first attempt.
     pub first: Instant,
-    /// When the latest attempt began.
+    /// The start of the latest attempt.
     pub latest: Instant,
 }
 
@@ -30,8 +30,8 @@ impl FailedAttempts {
         Self { first: begun, latest: begun }
     }
 
-    /// Adds an attempt that has failed. If the latest was long before, the node may have been back
-    /// meanwhile.
+    /// Adds a failed attempt. If the latest one was long before, a new series begins, because the
+    /// node may have been back meanwhile.
     pub fn add(&mut self, begun: Instant) {
         if begun.saturating_duration_since(self.latest) > ATTEMPT_GAP_MAX {
             self.first = begun;
@@ -42,17 +42,17 @@ impl FailedAttempts {
 
 /// A node without a lease whose memory outlives its process.
 ///
-/// No timer decides that its memory is lost: the node may be cut off from the directory and serve,
+/// No timer decides that the memory is lost: the node may be cut off from the directory and serve,
 /// and this host may have been stopped or cut off while the node returned.
 #[derive(Debug)]
 pub(super) struct AwayNode {
-    /// How to connect to the node; `None` if that is not known.
+    /// The last address of the node; `None` if unknown.
     last: Option<PresentNode>,
     /// The time for which the memory outlives its process.
     grace: Duration,
-    /// When this host learned that the lease had ended.
+    /// The time when this host observed the end of the lease.
     left_at: Instant,
-    /// When the latest listing began that does not have the node.
+    /// The start of the latest listing without the node.
     absent_at: Option<Instant>,
 }
 
@@ -62,8 +62,7 @@ impl AwayNode {
         Self { grace: last.grace, last: Some(last), left_at: now, absent_at: None }
     }
 
-    /// A node that was away before this process started; `last` says how to connect to it, if that
-    /// is known.
+    /// A node that was away before this process started; `last` is its last address, if known.
     pub const fn unseen(last: Option<PresentNode>, grace: Duration, now: Instant) -> Self {
         Self { last, grace, left_at: now, absent_at: None }
     }
@@ -73,15 +72,15 @@ impl AwayNode {
         self.absent_at = Some(begun);
     }
 
-    /// The time until which the node's memory is kept if the node's process has ended. A process
-    /// may outlive its lease; it has not ended before an attempt to connect failed.
+    /// The time until which the node's memory is kept, if the node's process has ended. A process
+    /// may outlive its lease, so it counts as ended only from the first failed attempt on.
     fn kept_until(&self, failed: Option<FailedAttempts>) -> Instant {
         let ended_at = failed.map_or(self.left_at, |failed| failed.first.max(self.left_at));
         ended_at + self.grace
     }
 
-    /// Whether the memory is lost: its time has passed, and both an attempt to connect and a
-    /// listing of the directory, begun later, have not found the node.
+    /// Whether the memory is lost: its time has passed, and neither an attempt to connect nor a
+    /// listing of the directory, both begun later, has found the node.
     pub fn is_lost(&self, failed: Option<FailedAttempts>, now: Instant) -> bool {
         if Mutation::LoseByTimer.is_active() {
             return now >= self.left_at + self.grace;
@@ -98,8 +97,8 @@ impl AwayNode {
         now >= self.kept_until(failed) && !self.is_lost(failed, now)
     }
 
-    /// How to connect to the node, if that is to be tried now.
-    pub fn to_try(&self, failed: Option<FailedAttempts>, now: Instant) -> Option<&PresentNode> {
+    /// The last address of the node, if the next attempt to connect is due.
+    pub fn due_attempt(&self, failed: Option<FailedAttempts>, now: Instant) -> Option<&PresentNode> {
         let is_due = failed.is_none_or(|failed| now >= failed.latest + ATTEMPT_INTERVAL);
         self.last.as_ref().filter(|_| is_due && !Mutation::ForgetAddress.is_active())
     }

@@ -16,15 +16,15 @@ use super::{AfterFence, Contact, EndpointPurpose, NodeRegistry};
 
 /// Interval between attempts to connect to a node that is away.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
-/// Interval between attempts to connect to a node that has fenced this host: it refuses until this
-/// process ends.
+/// Interval between attempts to connect to a node that has fenced this host. The node refuses the
+/// host until this process ends.
 const FENCED_RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval between listings of the directory that show what became of a node that is away.
+/// Interval between listings of the directory because of a node that is away.
 const LISTING_INTERVAL: Duration = Duration::from_secs(1);
-/// Descriptors of an endpoint. Its thread, if it has one, is one of many users.
+/// Descriptors of an endpoint. Its thread, if it has one, is shared by many users.
 const ENDPOINT_DESCRIPTORS: usize = 3;
 
-/// Why an attempt to connect has failed.
+/// A failed attempt to connect.
 #[derive(Debug)]
 pub struct ConnectFailure {
     /// The error of the fabric.
@@ -99,8 +99,8 @@ impl NodeRegistry {
         }
     }
 
-    /// Connects to a node, and waits for one that is away if `policy` says so. What the endpoint
-    /// does later depends on its purpose.
+    /// Connects to a node. With [`AwayPolicy::Wait`], waits for a node that is away. The later
+    /// behaviour of the endpoint depends on its purpose.
     fn connect_in(
         &self,
         node: NodeId,
@@ -128,8 +128,8 @@ impl NodeRegistry {
         }
     }
 
-    /// Tries once to connect a tenant to a node, for a purpose. `policy` says whether the caller
-    /// waits for a node that is away: it tries again then.
+    /// Tries once to connect a tenant to a node, for a purpose. `policy` is whether the caller
+    /// waits for a node that is away, and so repeats the attempt.
     ///
     /// # Errors
     /// If the node cannot be reached now, or refuses the connection.
@@ -160,12 +160,12 @@ impl NodeRegistry {
         })
     }
 
-    /// Whether to wait for the end of this process: its lease has ended.
+    /// Whether the caller waits for the end of this process, because the host's lease has ended.
     fn awaits_end_after(&self, error: &EndpointError) -> bool {
         error.is_fence() && self.after_fence == AfterFence::Wait
     }
 
-    /// An endpoint to a node, of its own or shared.
+    /// Returns an endpoint to a node, exclusive or shared.
     fn share_endpoint(
         &self,
         node: NodeId,
@@ -182,8 +182,8 @@ impl NodeRegistry {
         })
     }
 
-    /// Charges an endpoint to the user of a tenant. The user has at most a few of its own, and one
-    /// for several programs, runs or sessions, which could not use the node without it.
+    /// Charges an endpoint to the user of a tenant, also beyond the user's share: without it,
+    /// several programs, runs or sessions could not use the node. A user has few endpoints.
     fn charged(&self, endpoint: ReconnectingEndpoint, tenant: Tenant) -> ReconnectingEndpoint {
         let charge = |shares: &Arc<DescriptorShares>| shares.charge_always(tenant.0, ENDPOINT_DESCRIPTORS);
         let endpoint = endpoint.with_after_fence(self.after_fence);
@@ -193,7 +193,7 @@ impl NodeRegistry {
         }
     }
 
-    /// Says at intervals what connections wait for.
+    /// Logs at intervals that connections wait for an endpoint.
     fn log_wait(&self, node: NodeId, error: &EndpointError) {
         if error.is_lack_of_room()
             && let Some(attempts) = self.waits.lock().record(self.now())
@@ -213,7 +213,7 @@ impl NodeRegistry {
     }
 
     /// Wraps an endpoint so that it survives a restart of the node, if the node's memory is kept,
-    /// and so that operations that do not wait for the node can be given up.
+    /// and so that operations that do not wait for the node can be abandoned.
     fn wrap(
         &self,
         node: NodeId,
@@ -231,11 +231,11 @@ impl NodeRegistry {
         ReconnectingEndpoint::new(endpoint, reconnect, policy)
     }
 
-    /// The state of a node for which a caller waits: lists the directory if only that can show what
-    /// became of the node.
+    /// The state of a node for which a caller waits. Lists the nodes in the directory if only a
+    /// listing can show whether the node has returned or is lost.
     pub(super) fn awaited_state(&self, node: NodeId) -> NodeState {
         if self.read_view().wants_listing(node, self.now())
-            // Another thread lists, or has just listed, for all.
+            // Otherwise another thread lists the nodes, or has just done so.
             && let Some(mut listed_at) = self.listed_at.try_lock()
             && listed_at.is_none_or(|at| self.now().saturating_duration_since(at) >= LISTING_INTERVAL)
         {
@@ -261,7 +261,7 @@ impl NodeRegistry {
             Err(error) if error.is_target_away() && (error.is_timeout() || !error.is_lack_of_room()) => {
                 self.write_view().note_failed_attempt(node, begun);
             }
-            // The node has answered, or this machine cannot ask it.
+            // The node has answered, or this machine cannot connect.
             Err(_) => {}
         }
         opened
@@ -300,10 +300,10 @@ impl NodeRegistry {
     }
 }
 
-/// Whether a node that could not be connected to is as it was, or may be again.
+/// Whether a node that refused or did not answer still has its memory, or may return with it.
 pub(super) fn may_return(last: &PresentNode, is_suspect: bool, error: &EndpointError) -> bool {
     if is_suspect {
-        // One that does not answer either has ended, for all that can be known.
+        // A suspect node that does not answer is considered ended.
         return error.is_lack_of_room() && !error.is_timeout();
     }
     error.is_lack_of_room() || error.is_target_away() && !last.grace.is_zero()

@@ -16,7 +16,7 @@ pub(super) struct Reconnector {
     pub nodes: Arc<NodeRegistry>,
     pub node: NodeId,
     pub tenant: Tenant,
-    /// The life's epoch. Another epoch is other memory.
+    /// The epoch of the life. Another epoch is other memory.
     pub epoch: u64,
 }
 
@@ -59,7 +59,7 @@ impl Reconnect for Reconnector {
             NodeState::Present(node) | NodeState::Away(Some(node)) => self.connect(&node, false),
             NodeState::Suspect(node) => self.connect(&node, true),
             NodeState::Away(None) => ReconnectOutcome::Retry,
-            // It was present once, so its memory is lost.
+            // The node was present before, so its memory is lost.
             NodeState::Unknown => {
                 tracing::warn!(
                     node = self.node.0,

@@ -1,8 +1,8 @@
-//! How many endpoints a tenant has to a node.
+//! Shared endpoints, which limit how many endpoints a tenant has to a node.
 //!
 //! A node grants a bounded number of endpoints to the whole cluster, and each costs both machines
-//! descriptors and memory. So the first users of a tenant get endpoints of their own, which are
-//! faster, and all further ones share.
+//! descriptors and memory. So the first users of a tenant get exclusive endpoints, which are
+//! faster, and all further users share endpoints.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,22 +15,22 @@ use aquifer_fabric::{Endpoint, EndpointError, Tenant};
 use aquifer_pool::NodeId;
 use parking_lot::Mutex;
 
-/// Endpoints that only one user has, of one tenant, to one node, for one purpose.
+/// Maximum number of exclusive endpoints of one tenant to one node for one purpose.
 const OWN_MAX: usize = 8;
-/// Users of a shared endpoint.
+/// Maximum number of users of a shared endpoint.
 const USERS_MAX: usize = 16;
 
-/// What an endpoint is for. Endpoints are shared for the same purpose only, so that a fetch does
+/// The purpose of an endpoint. Endpoints are shared for the same purpose only, so that a fetch does
 /// not wait behind many WRITEs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum EndpointPurpose {
-    /// Reading pages that a program waits for.
+    /// Reads pages that a program waits for.
     Fetch,
-    /// Writing pages.
+    /// Writes pages.
     Write,
-    /// Writing pages of which there are several replicas. Nothing waits for a node that is away.
+    /// Writes pages with several replicas. No operation waits for a node that is away.
     WriteReplicas,
-    /// Allocating and freeing extents.
+    /// Allocates and frees extents.
     Allocate,
 }
 
@@ -44,7 +44,7 @@ impl EndpointPurpose {
     }
 }
 
-/// Which users can share an endpoint.
+/// The key of a group of users that can share endpoints.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct ShareKey {
     pub node: NodeId,
@@ -60,22 +60,22 @@ pub(super) struct EndpointShares(Mutex<HashMap<ShareKey, Arc<ShareSlot>>>);
 
 #[derive(Debug, Default)]
 struct ShareSlot {
-    /// One reference for each endpoint that only one user has.
+    /// One reference for each exclusive endpoint.
     own: Mutex<Arc<()>>,
     shared: Mutex<SharedEndpoints>,
-    /// Attempts to open a shared endpoint that have failed.
+    /// Number of failed attempts to open a shared endpoint.
     failures: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct SharedEndpoints {
-    /// Each closes its endpoint with its last user.
+    /// The multiplexers. Each closes its endpoint with its last user.
     multiplexers: Vec<WeakMultiplexer>,
     last_error: Option<EndpointError>,
 }
 
 impl EndpointShares {
-    /// An endpoint of a new user, which `open` opens unless one can be shared.
+    /// Returns an endpoint for a new user. Calls `open` unless an endpoint can be shared.
     ///
     /// # Errors
     /// Those of `open`.
@@ -91,52 +91,53 @@ impl EndpointShares {
         slot.shared_endpoint(slot.failures.load(Relaxed), open)
     }
 
-    /// Forgets the lives of a node before this one. Their endpoints close with their users.
+    /// Removes the earlier lives of a node. Their endpoints close with their users.
     pub fn forget_earlier_lives(&self, node: NodeId, life: u64) {
         self.0.lock().retain(|key, _| key.node != node || key.life >= life);
     }
 }
 
 impl ShareSlot {
-    /// Counts a user with an endpoint of its own; `None` if there are enough.
+    /// Counts a user with an exclusive endpoint; `None` if there are [`OWN_MAX`] already.
     fn count_own(&self) -> Option<Arc<()>> {
         let own = self.own.lock();
         (Arc::strong_count(&own) <= OWN_MAX).then(|| Arc::clone(&own))
     }
 
-    /// An endpoint on a shared one, for a user that came after `failures` failed attempts.
+    /// Returns an endpoint that shares another one. `failures` is the number of failed attempts
+    /// before the user called.
     fn shared_endpoint(
         &self,
         failures: u64,
         open: impl FnOnce() -> Result<ReconnectingEndpoint, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        // Held while connecting, so that users that come meanwhile share the new endpoint.
+        // Held while connecting, so that users that call meanwhile share the new endpoint.
         let mut shared = self.shared.lock();
         if self.failures.load(Relaxed) != failures
             && let Some(error) = &shared.last_error
         {
-            // Otherwise each user would wait for a node that does not answer, one after the other.
-            return Err(same_error(error));
+            // Otherwise the users would wait for a node that does not answer one after the other.
+            return Err(copy_error(error));
         }
         let result = shared.endpoint(open);
         if let Err(error) = &result {
-            shared.last_error = Some(same_error(error));
+            shared.last_error = Some(copy_error(error));
             self.failures.fetch_add(1, Relaxed);
         }
         result
     }
 }
 
-/// The same error for another user.
-fn same_error(error: &EndpointError) -> EndpointError {
-    let same_source = |source: &io::Error| {
+/// Copies an error for another user.
+fn copy_error(error: &EndpointError) -> EndpointError {
+    let copy_source = |source: &io::Error| {
         source
             .raw_os_error()
             .map_or_else(|| io::Error::new(source.kind(), source.to_string()), io::Error::from_raw_os_error)
     };
     match error {
         EndpointError::Unreachable { address, source } => {
-            EndpointError::Unreachable { address: address.clone(), source: same_source(source) }
+            EndpointError::Unreachable { address: address.clone(), source: copy_source(source) }
         }
         EndpointError::Refused { address, refusal } => {
             EndpointError::Refused { address: address.clone(), refusal: refusal.clone() }
@@ -145,7 +146,7 @@ fn same_error(error: &EndpointError) -> EndpointError {
             EndpointError::Protocol { address: address.clone(), reason: reason.clone() }
         }
         EndpointError::Local { bytes, source } => {
-            EndpointError::Local { bytes: *bytes, source: same_source(source) }
+            EndpointError::Local { bytes: *bytes, source: copy_source(source) }
         }
         EndpointError::ReadOnlyLocal => EndpointError::ReadOnlyLocal,
         EndpointError::TooManyLocal { limit } => EndpointError::TooManyLocal { limit: *limit },
@@ -153,7 +154,7 @@ fn same_error(error: &EndpointError) -> EndpointError {
 }
 
 impl SharedEndpoints {
-    /// An endpoint on a shared one, which `open` opens if all have as many users as they can.
+    /// Adds a user to a shared endpoint. Calls `open` if all have [`USERS_MAX`] users.
     fn endpoint(
         &mut self,
         open: impl FnOnce() -> Result<ReconnectingEndpoint, EndpointError>,
@@ -218,7 +219,7 @@ mod tests {
         assert_eq!(opened.get(), OWN_MAX + 4);
         users.clear();
         let slot = Arc::clone(&shares.0.lock()[&key]);
-        // The thread of each may be about to look.
+        // The thread of each multiplexer may still hold a reference for a moment.
         while slot.shared.lock().multiplexers.iter().any(|multiplexer| multiplexer.upgrade().is_some()) {
             std::thread::yield_now();
         }

@@ -38,7 +38,7 @@ fn require_lists_nodes_that_the_watch_has_not_reported() {
     let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
     let nodes = nodes(&directory);
     assert_eq!(nodes.require(1), Err(0));
-    // No watch has reported it.
+    // No watch has reported the node.
     register(&*directory, 1);
     assert_eq!(nodes.require(1), Ok(()));
     assert_eq!(nodes.require(2), Err(1));
@@ -117,7 +117,7 @@ fn a_node_without_a_lease_is_used_as_long_as_it_answers() {
 
 /// A host that was stopped or cut off must not take the time that has passed for a loss.
 #[test]
-fn the_return_of_a_node_counts_although_the_host_has_not_heard_of_it() {
+fn the_return_of_a_node_counts_although_the_watch_has_not_reported_it() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("node");
     let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
@@ -129,7 +129,7 @@ fn the_return_of_a_node_counts_although_the_host_has_not_heard_of_it() {
     nodes.refresh().expect("list");
     let reconnector = Reconnector { nodes: Arc::clone(&nodes), node: NodeId(1), tenant: Tenant(5), epoch: 1 };
     assert!(matches!(reconnector.attempt(), ReconnectOutcome::Retry));
-    // It returns, at another address.
+    // The node returns at another address.
     let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
     let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
     target.register(memory, Access::ALL, Scope::Anyone).expect("room");
@@ -180,7 +180,7 @@ fn connect_lazily_does_not_wait_for_a_node_that_is_away() {
     assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Fenced));
 }
 
-/// Its next process resumes what it owns, as after a crash.
+/// The next process of a fenced host resumes the extents of the host, as after a crash.
 #[test]
 fn operations_of_a_fenced_host_wait() {
     for kept_ms in [0, 3_600_000] {

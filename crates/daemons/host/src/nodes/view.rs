@@ -1,4 +1,4 @@
-//! What a host knows of the memory nodes, from the directory's listings and events.
+//! A host's view of the memory nodes, from the directory's listings and events.
 //!
 //! Pure: time is an argument.
 
@@ -13,11 +13,11 @@ use aquifer_pool::NodeId;
 
 use super::away::{AwayNode, FailedAttempts};
 
-/// How to connect to a node that is in the directory.
+/// The address and the life of a node.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct PresentNode {
     pub address: FabricAddress,
-    /// Distinguishes this life of the node's memory from others.
+    /// The epoch of the life of the node's memory.
     pub epoch: u64,
     /// The time for which the node's memory outlives its process; zero if it does not.
     pub grace: Duration,
@@ -27,13 +27,13 @@ impl PresentNode {
     /// Parses a record.
     ///
     /// # Errors
-    /// Why its address cannot be used.
+    /// The reason why the address cannot be used.
     fn from_record(record: &NodeRecord) -> Result<Self, FabricAddressError> {
         let address = FabricAddress::parse(&record.fabric, &record.address)?;
         Ok(Self { address, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
     }
 
-    /// Parses the record of a life; `None` if an earlier version has written it.
+    /// Parses the record of a life; `None` if an earlier version has written the record.
     fn from_life(record: &LifeRecord) -> Option<Self> {
         let NodeLife { epoch, kept_ms, .. } = record.life;
         let address = FabricAddress::parse(&record.fabric, &record.address).ok()?;
@@ -41,16 +41,16 @@ impl PresentNode {
     }
 }
 
-/// Whether a node can be used.
+/// The state of a node.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum NodeState {
     /// The directory has the node.
     Present(PresentNode),
-    /// The node's lease has ended, and its memory ends with its process. Whether that still runs,
-    /// only a connection shows: its pages are not lost before. It gets no new ones.
+    /// The node's lease has ended, and its memory ends with its process. Only a failed connection
+    /// shows that the process has ended, and that its pages are lost. The node gets no new pages.
     Suspect(PresentNode),
-    /// The node's lease has ended, and its memory outlives its process: it may serve, or return.
-    /// It gets no new pages. It has how to connect to the node, if that is to be tried now.
+    /// The node's lease has ended, and its memory outlives its process: the node may serve, or
+    /// return. It gets no new pages. Contains the address if the next attempt to connect is due.
     Away(Option<PresentNode>),
     /// The node was never seen, or its memory is lost.
     Unknown,
@@ -60,19 +60,19 @@ pub(super) enum NodeState {
 #[derive(Debug, Default)]
 pub(super) struct NodeView {
     present: BTreeMap<NodeId, PresentNode>,
-    /// Nodes whose lease has ended and whose memory is not kept, by their last record.
+    /// Nodes whose lease has ended and whose memory is not kept, with their last record.
     suspects: BTreeMap<NodeId, PresentNode>,
     /// Nodes whose lease has ended and whose memory is kept.
     away: BTreeMap<NodeId, AwayNode>,
-    /// Attempts to connect to nodes of all kinds that have failed.
+    /// Failed attempts to connect, of nodes in all states.
     failed: BTreeMap<NodeId, FailedAttempts>,
-    /// When each node left the directory that has not returned.
+    /// Nodes that have left the directory and not returned, with the time when they left.
     missing: BTreeMap<NodeId, Instant>,
     /// Revision of the latest applied listing. Older events are ignored.
     listing_revision: u64,
     /// Revision of the latest applied event. Older listings are ignored.
     event_revision: u64,
-    /// Limits the log lines about invalid records: a listing that is repeated has them again.
+    /// Limits the log lines about invalid records, which each repeated listing contains again.
     invalid_records: FailureLog,
 }
 
@@ -108,7 +108,8 @@ impl NodeView {
         }
     }
 
-    /// Adds nodes that have no record now and may run all the same, or return with their memory.
+    /// Adds nodes that have no record now, and that may run nevertheless or return with their
+    /// memory.
     pub fn add_lives(&mut self, lives: &[LifeRecord], now: Instant) {
         for record in lives {
             let node = NodeId(record.life.node);
@@ -180,17 +181,20 @@ impl NodeView {
         }
         let failed = self.failed.get(&node).copied();
         match self.away.get(&node) {
-            Some(away) if !away.is_lost(failed, now) => NodeState::Away(away.to_try(failed, now).cloned()),
+            Some(away) if !away.is_lost(failed, now) => {
+                NodeState::Away(away.due_attempt(failed, now).cloned())
+            }
             Some(_) | None => NodeState::Unknown,
         }
     }
 
-    /// Whether a listing of the directory has to show what became of a node that is away.
+    /// Whether only a listing of the directory can show that a node that is away is lost, or has
+    /// returned.
     pub fn wants_listing(&self, node: NodeId, now: Instant) -> bool {
         self.away.get(&node).is_some_and(|away| away.wants_listing(self.failed.get(&node).copied(), now))
     }
 
-    /// Records that an attempt to connect to a node, begun at `begun`, has not found its target.
+    /// Records that an attempt to connect to a node, begun at `begun`, has found no target.
     pub fn note_failed_attempt(&mut self, node: NodeId, begun: Instant) {
         self.failed.entry(node).or_insert_with(|| FailedAttempts::new(begun)).add(begun);
     }
@@ -200,12 +204,12 @@ impl NodeView {
         self.failed.remove(&node);
     }
 
-    /// The nodes that have left the directory since this view exists, and when.
+    /// The nodes that have left the directory since this view exists, with the time when they left.
     pub fn missing(&self) -> impl Iterator<Item = (NodeId, Instant)> {
         self.missing.iter().map(|(node, since)| (*node, *since))
     }
 
-    /// The nodes that the directory has.
+    /// The nodes in the directory.
     pub fn present(&self) -> impl ExactSizeIterator<Item = NodeId> {
         self.present.keys().copied()
     }
@@ -266,13 +270,13 @@ mod tests {
         view.note_failed_attempt(NodeId(1), at(599));
         assert!(matches!(state(&view, 100_000), NodeState::Away(Some(_))));
         assert!(!view.wants_listing(NodeId(1), at(599)) && view.wants_listing(NodeId(1), at(600)));
-        // Neither does a listing alone, nor an attempt alone.
+        // A listing alone or an attempt alone shows nothing either.
         view.apply_listing(&[], 12, at(700), at(700));
         assert!(matches!(state(&view, 100_000), NodeState::Away(Some(_))));
         view.note_failed_attempt(NodeId(1), at(700));
         assert_eq!(state(&view, 700), NodeState::Unknown);
         assert!(!view.wants_listing(NodeId(1), at(700)));
-        // It has come back after all.
+        // The node has returned.
         view.apply_event(NodeId(1), Some(&record(1, 7, 500)), 13, at(800));
         assert!(matches!(state(&view, 800), NodeState::Present(_)));
     }
@@ -296,7 +300,7 @@ mod tests {
         assert_eq!(view.state(NodeId(1), at(9_500)), NodeState::Unknown);
     }
 
-    /// Nothing waited for the node for a while, so nothing shows whether it was back.
+    /// No caller waited for the node for a while, so the node may have been back in between.
     #[test]
     fn the_grace_time_of_a_node_begins_again_after_a_time_without_attempts() {
         let start = Instant::now();
@@ -324,7 +328,7 @@ mod tests {
         view.note_failed_attempt(NodeId(1), at(10));
         assert_eq!(view.state(NodeId(1), at(109)), NodeState::Away(None));
         assert!(matches!(view.state(NodeId(1), at(110)), NodeState::Away(Some(_))));
-        // Once one has succeeded, the others need not wait.
+        // After a success, the next attempt need not wait.
         view.note_connection(NodeId(1));
         assert!(matches!(view.state(NodeId(1), at(11)), NodeState::Away(Some(_))));
     }
@@ -346,7 +350,7 @@ mod tests {
         assert!(matches!(view.state(NodeId(2), later), NodeState::Away(Some(_))), "none has tried it");
     }
 
-    /// As an earlier version has written it.
+    /// An earlier version has written such records.
     #[test]
     fn a_life_without_an_address_is_a_node_that_is_away_if_its_memory_is_kept() {
         let start = Instant::now();

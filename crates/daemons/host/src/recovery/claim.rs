@@ -22,11 +22,10 @@ pub struct RecoveryClaim {
 
 impl RecoveryClaim {
     /// Claims the number of a dead host under a new lease that lasts for `ttl` without a
-    /// keep-alive. `None` if there is nothing to free now, because all nodes that are left are
-    /// away.
+    /// keep-alive. `None` if no memory can be freed now, because all nodes that are left are away.
     ///
     /// # Errors
-    /// [`DirectoryError::Taken`] if another host has the number now; an error of the directory.
+    /// [`DirectoryError::Taken`] if another host has the number now, or an error of the directory.
     pub fn claim(
         directory: &dyn Directory,
         ttl: Duration,
@@ -51,7 +50,7 @@ impl RecoveryClaim {
         address: &str,
     ) -> Result<Self, DirectoryError> {
         let record = names::claim_dead_host(directory, lease, dead, address)?;
-        // Nodes that have come since are affected, too.
+        // Nodes that have joined since are affected, too.
         let AffectedLives { present, away, .. } = AffectedLives::read(directory, &dead.record)?;
         Ok(Self { dead: dead.record.clone(), lease, record, present, away })
     }
@@ -62,7 +61,7 @@ impl RecoveryClaim {
         self.lease
     }
 
-    /// The nodes on which the host can be recovered now, and is not yet.
+    /// The nodes on which the host is not recovered yet, and can be now.
     pub fn present(&self) -> impl Iterator<Item = NodeId> {
         self.present.iter().map(|life| NodeId(life.node))
     }
@@ -72,7 +71,7 @@ impl RecoveryClaim {
         self.away.iter().map(|life| NodeId(life.node))
     }
 
-    /// Notes that all memory of the host on a node is freed.
+    /// Records that all memory of the host on a node is freed.
     pub fn recovered(&mut self, node: NodeId) {
         self.present.retain(|life| life.node != node.0);
     }
@@ -91,7 +90,7 @@ impl RecoveryClaim {
     /// recoveries.
     ///
     /// # Errors
-    /// [`DirectoryError::Taken`] if the claim has ended; an error of the directory.
+    /// [`DirectoryError::Taken`] if the claim has ended, or an error of the directory.
     pub fn finish(self, directory: &dyn Directory) -> Result<(), DirectoryError> {
         let away = self.away.into_iter().filter(|_| !Mutation::ForgetNodesAway.is_active());
         let present = self.present.into_iter().filter(|_| !Mutation::ForgetNodesLeft.is_active());
@@ -104,20 +103,20 @@ impl RecoveryClaim {
     }
 }
 
-/// Ends the lease of a claim: after a success nothing depends on it, and after a failure another
-/// host can try at once.
+/// Ends the lease of a claim. After a success it is not needed any more, and after a failure
+/// another host can try at once.
 fn revoke(directory: &dyn Directory, lease: Lease) {
     if let Err(error) = directory.lease_revoke(lease.id) {
         tracing::debug!(%error, "revoking the lease of a recovery failed; it expires by itself");
     }
 }
 
-/// The lives of nodes in whose memory a dead host may own something.
+/// The lives of nodes on which a dead host may own memory.
 #[derive(Default)]
 struct AffectedLives {
     present: Vec<NodeLife>,
     away: Vec<NodeLife>,
-    /// The number of lives that an earlier recovery has left over, if there was one.
+    /// The number of lives that an earlier recovery has not completed; `None` if there was none.
     left_count: Option<usize>,
 }
 
@@ -143,7 +142,7 @@ impl AffectedLives {
         Ok(affected)
     }
 
-    /// True if a recovery now can free something or finish.
+    /// True if a recovery can free memory or finish now.
     fn has_work(&self) -> bool {
         !self.present.is_empty() || self.left_count.is_none_or(|count| count > self.away.len())
     }

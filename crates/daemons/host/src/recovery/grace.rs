@@ -1,4 +1,4 @@
-//! The grace times of dead hosts: when each may be recovered.
+//! The grace times of dead hosts, after which other hosts recover them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,24 +7,25 @@ use aquifer_directory::names::DeadHost;
 
 use crate::mutation::Mutation;
 
-/// Time from a failed recovery to the next attempt: each takes a lease and writes to the directory.
+/// Time from a failed recovery to the next attempt. Each attempt grants a lease and writes to the
+/// directory.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
-/// How long hosts have been dead, as one host has seen it. Times are those since its start.
+/// The times since when hosts are dead, as observed by one host. Times count from its start.
 #[derive(Debug, Default)]
 pub struct GraceTimes {
-    /// By the host's number.
+    /// The deaths, by the number of the host.
     deaths: BTreeMap<u16, Death>,
 }
 
 /// A death of a host that is not recovered yet.
 #[derive(Debug)]
 struct Death {
-    /// The version of the host's record. A host that resumes writes its record anew, so a later
+    /// The version of the host's record. A host that resumes writes its record again, so a later
     /// death has another version.
     version: u64,
     seen_at: Duration,
-    /// The time of the last attempt to recover the host that has failed.
+    /// The time of the last failed attempt to recover the host.
     failed_at: Option<Duration>,
 }
 
@@ -35,14 +36,14 @@ impl Death {
 }
 
 impl GraceTimes {
-    /// Notes which hosts are dead. The grace time of each begins when its death is first seen.
+    /// Replaces the list of dead hosts. The grace time of each begins when its death is first seen.
     pub fn list(&mut self, dead: &[DeadHost], now: Duration) {
         self.deaths.retain(|host, _| dead.iter().any(|dead| dead.record.host == *host));
         for dead in dead {
             let new = || Death { version: dead.version, seen_at: now, failed_at: None };
             let death = self.deaths.entry(dead.record.host).or_insert_with(new);
             if !death.is_of(dead) {
-                // The interval after a failure stays: an attempt that fails writes the record, too.
+                // `failed_at` is kept, because a failed attempt writes the record, too.
                 (death.version, death.seen_at) = (dead.version, now);
             }
         }
@@ -60,8 +61,8 @@ impl GraceTimes {
         })
     }
 
-    /// Notes that an attempt to recover a dead host has failed. Returns whether it is the first one
-    /// since the host is listed.
+    /// Records a failed attempt to recover a dead host. Returns whether it is the first one since
+    /// the host is listed.
     pub fn fail(&mut self, dead: &DeadHost, now: Duration) -> bool {
         let death = self.deaths.get_mut(&dead.record.host);
         death.is_some_and(|death| death.failed_at.replace(now).is_none())
@@ -92,7 +93,7 @@ mod tests {
         assert!(!times.is_due(&dead(2, 7), at(1000)), "it is not listed");
     }
 
-    /// The host is not seen alive: this one was stopped meanwhile, or the directory failed.
+    /// The observing host has missed the life in between: it was stopped, or the directory failed.
     #[test]
     fn a_host_that_has_resumed_and_died_again_has_all_of_its_grace_time() {
         let mut times = GraceTimes::default();
@@ -111,7 +112,7 @@ mod tests {
         assert!(times.is_due(&host, at(20)) && times.fail(&host, at(20)));
         assert!(!times.is_due(&host, at(29)) && times.is_due(&host, at(30)));
         assert!(!times.fail(&host, at(30)), "it has failed before");
-        // The attempt has written the record, and has left no grace time.
+        // The attempt has written the record without a grace time.
         let mut again = dead(1, 8);
         again.record.grace_ms = 0;
         times.list(std::slice::from_ref(&again), at(31));

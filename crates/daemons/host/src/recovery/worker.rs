@@ -15,8 +15,8 @@ use crate::nodes::NodeRegistry;
 
 /// The recoveries of one host: lists dead hosts, and recovers one after the other.
 ///
-/// Its caller lists, claims, recovers node after node and finishes. Meanwhile it keeps the lease of
-/// the claim alive. Times are those since the start of the worker.
+/// The caller lists, claims, recovers node after node and finishes. Meanwhile it keeps the lease of
+/// the claim alive. Times count from the start of the worker.
 #[derive(Debug)]
 pub struct RecoveryWorker {
     directory: Arc<dyn Directory>,
@@ -24,7 +24,7 @@ pub struct RecoveryWorker {
     own_record: AgentRecord,
     tenant: Tenant,
     grace_times: GraceTimes,
-    /// The dead hosts of the latest listing that are still to be claimed.
+    /// The dead hosts of the latest listing that are not claimed yet.
     listed: VecDeque<DeadHost>,
     current: Option<CurrentRecovery>,
     failure_log: FailureLog,
@@ -35,7 +35,7 @@ pub struct RecoveryWorker {
 struct CurrentRecovery {
     dead: DeadHost,
     claim: RecoveryClaim,
-    /// Nodes to which it has not come yet.
+    /// Nodes on which the host is not recovered yet.
     unvisited: VecDeque<NodeId>,
     found: Recovered,
     /// The first failure.
@@ -56,7 +56,8 @@ enum RecoveryError {
 }
 
 impl RecoveryWorker {
-    /// A worker of the host with this record, which connects to nodes for a tenant.
+    /// Creates a worker of the host with the record `own_record`, which connects to nodes for
+    /// `tenant`.
     #[must_use]
     pub fn new(
         directory: Arc<dyn Directory>,
@@ -93,7 +94,7 @@ impl RecoveryWorker {
     }
 
     /// Claims the next listed host whose grace time has passed and that can be recovered now.
-    /// Returns the lease of the claim; `None` if there is none.
+    /// Returns the lease of the claim; `None` if there is no such host.
     pub fn claim_next(&mut self, now: Duration) -> Option<Lease> {
         let address = format!("recovered by host {}", self.own_record.host);
         while let Some(dead) = self.listed.pop_front() {
@@ -101,7 +102,7 @@ impl RecoveryWorker {
                 continue;
             }
             match RecoveryClaim::claim(&*self.directory, LEASE_TTL, &dead, &address) {
-                // It has memory on nodes that are away only.
+                // The host has memory only on nodes that are away.
                 Ok(None) => {}
                 Ok(Some(claim)) => {
                     let lease = claim.lease();
@@ -127,7 +128,7 @@ impl RecoveryWorker {
     }
 
     /// Recovers the claimed host on the next node. Returns the node, and whether all memory of the
-    /// host there is freed; `None` if the recovery has come to all nodes that are present.
+    /// host there is freed; `None` after the last present node.
     pub fn recover_next(&mut self) -> Option<(NodeId, bool)> {
         let current = self.current.as_mut()?;
         let node = current.unvisited.pop_front()?;
@@ -144,8 +145,8 @@ impl RecoveryWorker {
         Some((node, is_recovered))
     }
 
-    /// Ends the recovery, also one that has not come to all nodes: the rest is left to later ones.
-    /// Returns whether the directory has it.
+    /// Ends the recovery. Nodes that are left are recovered by later recoveries. Returns whether
+    /// the directory has recorded the end.
     pub fn finish(&mut self, now: Duration) -> bool {
         let Some(current) = self.current.take() else { return false };
         let CurrentRecovery { dead, claim, unvisited, found, failed } = current;
@@ -160,10 +161,10 @@ impl RecoveryWorker {
         is_finished
     }
 
-    /// Notes and logs that an attempt to recover a host has failed.
+    /// Records and logs that an attempt to recover a host has failed.
     fn log_failure(&mut self, dead: &DeadHost, error: &RecoveryError, now: Duration) {
         let host = dead.record.host;
-        // Another host has recovered it, or its next agent has claimed the number.
+        // Another host has recovered the dead host, or its next agent has claimed the number.
         if matches!(error, RecoveryError::Directory(DirectoryError::Taken { .. })) {
             return;
         }
@@ -175,7 +176,7 @@ impl RecoveryWorker {
     }
 }
 
-/// Frees what the dead host owns on one node.
+/// Frees the memory that the dead host owns on one node.
 fn recover_on_node(
     nodes: &NodeRegistry,
     node: NodeId,

@@ -1,4 +1,4 @@
-//! Memory that the limits of this process's cgroups leave, in version 1 or 2.
+//! Memory that is left below the limits of this process's cgroups, in version 1 or 2.
 
 use std::path::{Path, PathBuf};
 
@@ -21,8 +21,8 @@ const V1: ControllerFiles = ControllerFiles {
 const V2: ControllerFiles =
     ControllerFiles { limit: "memory.max", used: "memory.current", cache: "inactive_file" };
 
-/// The least that the memory cgroup of this process and its ancestors leave, in bytes; `None` if
-/// none has a limit.
+/// The least memory in bytes that is left below the limits of this process's memory cgroup and its
+/// ancestors; `None` if none has a limit.
 pub fn remaining_bytes() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (root, path, files) = find(&own)?;
@@ -48,10 +48,10 @@ fn find(own: &str) -> Option<(PathBuf, String, ControllerFiles)> {
     })
 }
 
-/// What the limit of one cgroup leaves; `None` if it has none.
+/// The memory in bytes that is left below the limit of one cgroup; `None` if it has no limit.
 fn remaining_in(folder: &Path, files: ControllerFiles) -> Option<u64> {
     let read = |name| std::fs::read_to_string(folder.join(name)).ok();
-    // Without a limit, version 2 has a word here, and version 1 a number beyond any machine.
+    // Without a limit, version 2 has the word "max" here, and version 1 a huge number.
     let limit: u64 = read(files.limit)?.trim().parse().ok().filter(|limit| *limit < 1 << 60)?;
     let used: u64 = read(files.used)?.trim().parse().ok()?;
     let cache = read("memory.stat").and_then(|stat| value_of(&stat, files.cache)).unwrap_or(0);

@@ -1,5 +1,5 @@
-//! A node over shared memory, clients, and a directory that the test can cut off and whose clock it
-//! sets.
+//! A node over shared memory, clients, and a directory that the test can disconnect and whose clock
+//! it sets.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub const BYTES: u64 = 4 << 20;
 pub struct CuttableDirectory {
     pub inner: EmbeddedDirectory,
     pub is_cut: AtomicBool,
-    /// Calls that have failed because of the cut.
+    /// Number of calls that have failed because of the cut.
     pub failed_calls: AtomicU64,
 }
 

@@ -17,7 +17,7 @@ const NODE: NodeId = NodeId(1);
 /// All spans of the node.
 const SPANS: u32 = 2 * SECTION_SPANS;
 const _: () = assert!(BYTES == 2 * SECTION_BYTES);
-/// The service's heaps do not outlive it.
+/// The time in milliseconds for which memory is kept after the service has ended: none.
 const NOT_KEPT: u64 = 0;
 
 /// A service of heaps.
@@ -63,7 +63,7 @@ fn allocate_all(client: &mut PoolClient) -> Vec<Extent> {
 }
 
 #[test]
-fn no_host_can_have_what_is_held_for_heaps() {
+fn no_host_can_allocate_memory_that_is_held_for_heaps() {
     let harness = NodeHarness::new();
     let node = start(&harness);
     let mut client = harness.client(1, 1).expect("it listens");
@@ -113,7 +113,7 @@ fn a_restarted_node_holds_what_it_has_recorded_and_frees_the_rest() {
     let extent = host.allocate(NODE, SizeClass::SECTION).expect("room");
     let buffer = SectionBuffer::new(&mut host);
     buffer.write(&mut host, &extent);
-    // As a process that was killed between its CAS and its record.
+    // The state of a process that was killed between its CAS and its record.
     let mut killed = harness.client(Host::HEAPS.0, 9).expect("it listens");
     for class in [SizeClass::SPAN, SizeClass::CHUNK] {
         killed.allocate(NODE, class).expect("room");
@@ -132,7 +132,7 @@ fn a_restarted_node_holds_what_it_has_recorded_and_frees_the_rest() {
 }
 
 #[test]
-fn heaps_get_memory_that_becomes_free_without_asking_again() {
+fn heaps_get_memory_that_becomes_free_without_another_request() {
     let harness = NodeHarness::new();
     let node = start(&harness);
     let mut client = harness.client(1, 1).expect("it listens");
@@ -146,7 +146,7 @@ fn heaps_get_memory_that_becomes_free_without_asking_again() {
 }
 
 #[test]
-fn what_heaps_return_is_clear() {
+fn memory_that_heaps_return_is_clear() {
     let harness = NodeHarness::new();
     let node = start(&harness);
     let mut first = harness.client(1, 1).expect("it listens");

@@ -28,7 +28,7 @@ pub struct TestKeeper {
 impl TestKeeper {
     pub fn start(harness: &NodeHarness) -> Self {
         let socket = harness.dir.path().join("keeper");
-        // Nothing is released while the test runs.
+        // The grace time outlasts the test, so that no item is released.
         let options = KeeperOptions {
             socket: socket.clone(),
             grace: Duration::from_secs(1000),
@@ -69,7 +69,7 @@ fn start(harness: &NodeHarness, keeper: &TestKeeper) -> ServingNode {
     NodeHarness::start_with(options(harness, keeper))
 }
 
-/// True if a new client of the host, which knows the extent only, reads `byte` from all of it.
+/// True if a new client of the host reads `byte` from all of an extent.
 fn reads(harness: &NodeHarness, epoch: u64, extent: &Extent, byte: u8) -> bool {
     let mut client = harness.client(HOST, epoch).expect("it listens");
     let buffer = SectionBuffer::new(&mut client);
@@ -234,7 +234,7 @@ fn memory_that_was_not_kept_is_another_life() {
 }
 
 #[test]
-fn a_node_that_lends_nothing_leaves_for_good() {
+fn a_node_that_lends_nothing_leaves_no_kept_memory() {
     let harness = NodeHarness::new();
     let keeper = TestKeeper::start(&harness);
     let node = NodeHarness::start_with(NodeOptions {

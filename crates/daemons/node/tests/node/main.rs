@@ -50,7 +50,7 @@ fn a_tenant_gets_cleared_memory_after_another_tenant() {
         while extents.len() < 2 {
             match client.allocate(NodeId(1), SizeClass::SECTION) {
                 Ok(extent) => extents.push(extent),
-                // The node is clearing it.
+                // The node is clearing the memory.
                 Err(PoolError::Full { .. }) => std::thread::yield_now(),
                 Err(error) => panic!("{error}"),
             }
@@ -104,7 +104,7 @@ fn a_lease_that_ends_while_the_directory_is_unreachable_is_fenced_later() {
     let node = harness.start(1);
     let mut client = harness.client(1, host.epoch).expect("it listens");
     harness.directory_link.is_cut.store(true, Ordering::SeqCst);
-    // The node notices it, and reconnecting fails.
+    // The node observes the failure, and cannot reconnect.
     while harness.directory_link.failed_calls.load(Ordering::SeqCst) < 3 {
         std::thread::yield_now();
     }

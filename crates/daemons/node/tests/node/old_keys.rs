@@ -19,13 +19,14 @@ const SECOND: Tenant = Tenant(2);
 const VARIABLE: &str = "AQUIFER_TEST_WRITER";
 const WORD: &str = "written";
 const ROUNDS: usize = 8;
-/// On a busy machine a writer is sometimes stopped between two writes, which tests nothing: rounds
-/// are added until one was stopped in the middle of a write.
+/// Maximum number of rounds. On a busy machine a writer is sometimes stopped between two writes,
+/// which tests nothing, so rounds are added until one was stopped in the middle of a write.
 const ROUNDS_MAX: usize = 200;
-/// Far more than a node needs to clear a section if it does not wait for the writer.
+/// Number of tries, which take far longer than a node needs to clear a section without a wait for
+/// the writer.
 const TRIES: usize = 2000;
 
-/// The writing process, not a test: fills an extent again and again until its key is refused.
+/// The writing process, not a test: fills an extent repeatedly until its key is refused.
 #[test]
 fn writer() {
     let Ok(arguments) = std::env::var(VARIABLE) else { return };
@@ -56,7 +57,7 @@ fn writer() {
 struct Writer {
     child: Child,
     pid: Pid,
-    /// Stays open because the process writes to it until it ends.
+    /// Kept open because the process writes to it until it ends.
     _stdout: BufReader<ChildStdout>,
 }
 
@@ -107,8 +108,8 @@ fn allocate(client: &mut PoolClient) -> Extent {
     }
 }
 
-/// Waits until the node has allocated the free section to clear it. If that is over already,
-/// returns the section, allocated by the second client.
+/// Waits until the node has allocated the free section to clear it. If the node has cleared the
+/// section already, returns the section, allocated by the second client.
 fn wait_for_clearing(first: &mut PoolClient, second: &mut PoolClient) -> Option<Extent> {
     loop {
         if let Some(extent) = try_allocate(second) {

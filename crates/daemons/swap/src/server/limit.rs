@@ -1,7 +1,7 @@
 //! The limit of a run with a swap device.
 //!
-//! A thread changes it, because the writer of a lower limit waits until the kernel has swapped
-//! enough out.
+//! A thread changes the limit, because the writer of a lower limit waits until the kernel has
+//! swapped enough out.
 
 use std::io;
 use std::sync::Arc;
@@ -14,23 +14,23 @@ use parking_lot::{Condvar, Mutex};
 use crate::protect::permit_swapping;
 use crate::setup::cgroup::{Cgroup, LimitChange};
 
-/// Pause before another attempt after one that has changed nothing.
+/// Pause after an attempt that has changed nothing.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// A limit that is not reached for this time is worth a notice.
-const NOTICE_AFTER: Duration = Duration::from_secs(10);
+/// Time after which a limit that is not reached causes a notice.
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The limit of a run: of its programs, and the device's share of the mempool.
+/// The limit of a run, which includes its programs and the device's share of the mempool.
 #[derive(Debug)]
 pub(super) struct DeviceLimit {
     bytes: u64,
-    /// The device's share of the mempool, which stays as it is.
+    /// The device's share of the mempool, which does not change.
     share_bytes: u64,
     changes: Arc<Changes>,
-    /// When the limit was changed; `None` once it is reached, or a notice says that it is not.
+    /// The time of the change; `None` once the limit is reached, or a notice was sent.
     changed_at: Option<Instant>,
 }
 
-/// What the thread has to do, and how it has failed.
+/// Requests to the thread, and its failures.
 #[derive(Debug, Default)]
 struct Changes {
     state: Mutex<ChangeState>,
@@ -58,7 +58,7 @@ impl DeviceLimit {
     ) -> io::Result<Self> {
         let changes = Arc::new(Changes::default());
         let (thread_changes, cgroup) = (Arc::clone(&changes), Arc::clone(cgroup));
-        // No thread waits for it: the kernel can keep it in a write as long as a node is away.
+        // The thread is never joined: the kernel can keep it in a write as long as a node is away.
         std::thread::Builder::new()
             .name("limit".into())
             .spawn(move || thread_changes.apply_until_stopped(&cgroup, swap_bytes))?;
@@ -74,7 +74,7 @@ impl DeviceLimit {
         self.share_bytes + LIMIT_BYTES_MIN
     }
 
-    /// Changes the limit. One that is too small, which no agent sends, is ignored.
+    /// Changes the limit. A limit that is too small, which no agent sends, is ignored.
     pub(super) fn set(&mut self, bytes: u64) {
         if bytes < self.least_bytes() {
             tracing::warn!(bytes, "ignored a limit that is too small");
@@ -101,7 +101,7 @@ impl DeviceLimit {
             self.changed_at = None;
             return None;
         }
-        if changed_at.elapsed() < NOTICE_AFTER {
+        if changed_at.elapsed() < NOTICE_TIMEOUT {
             return None;
         }
         self.changed_at = None;
@@ -142,7 +142,7 @@ impl Changes {
                     tracing::error!(%error, "changing the limit failed");
                     (state.wanted, state.failure) = (None, Some(error.to_string()));
                 }
-                // There is a newer limit.
+                // A newer limit replaces this one.
                 Err(error) => tracing::warn!(%error, "changing the limit failed"),
             }
         }

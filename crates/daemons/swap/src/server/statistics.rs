@@ -13,9 +13,9 @@ use super::DeviceServer;
 
 /// Longest time between two reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
-/// Most processes in a report, which is one frame.
+/// Maximum number of processes in a report, which is one frame.
 const PROGRAMS_MAX: usize = 256;
-/// Most bytes of the program's name in a report.
+/// Maximum length of the program's name in a report, in bytes.
 const NAME_BYTES_MAX: usize = 1024;
 
 /// The last report to the agent.
@@ -23,7 +23,7 @@ const NAME_BYTES_MAX: usize = 1024;
 pub(super) struct Reports {
     /// Process id of `aquifer run`.
     runner: u32,
-    /// When, and which processes the run had.
+    /// The time of the report, and the processes of the run at that time.
     last: Option<(Instant, Vec<u32>)>,
 }
 
@@ -33,14 +33,14 @@ impl Reports {
         self.runner = peer_credentials(run).map_or(0, |peer| peer.pid);
     }
 
-    /// Makes the next turn report in any case.
+    /// Requires a report at the next turn.
     pub(super) fn require(&mut self) {
         self.last = None;
     }
 }
 
 impl DeviceServer {
-    /// Reports to the agent when it has no report, when processes have come or gone, and otherwise
+    /// Reports to the agent if it has no report, if processes have started or ended, and otherwise
     /// once per [`REPORT_INTERVAL`].
     pub(super) fn report(&mut self) {
         let processes = self.cgroup.processes().unwrap_or_default();

@@ -16,10 +16,10 @@ use super::{SetupError, SetupUsage, read_number};
 
 /// The limit of memory and swap together, in version 1.
 const MEMSW_LIMIT: &str = "memory.memsw.limit_in_bytes";
-/// A limit is lowered by at most this much at once, because the writer waits until the kernel has
+/// Largest step by which a limit is lowered, in bytes. The writer waits until the kernel has
 /// swapped that much out.
 const LOWERED_BYTES: u64 = 16 << 20;
-/// Most waits of 10 ms for killed programs.
+/// Maximum number of waits of 10 ms for killed programs.
 const KILL_WAITS: u32 = 500;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,19 +37,19 @@ pub struct Cgroup {
     limits: Mutex<()>,
 }
 
-/// What a change of limits has achieved.
+/// The outcome of a change of limits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LimitChange {
     /// The cgroup has the limits.
     Reached,
-    /// The next call comes nearer.
+    /// The limits are nearer to the requested ones. The next call continues.
     Nearer,
     /// The kernel cannot swap enough out now.
     Stuck,
 }
 
 impl Cgroup {
-    /// Creates a cgroup with these limits. It is in the record before it is created.
+    /// Creates a cgroup with these limits. Adds it to the record first.
     pub fn create(record: &mut SetupRecord, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
         let mountinfo = Path::new("/proc/self/mountinfo");
         let mounts = fs::read_to_string(mountinfo).map_err(SetupError::io("read", mountinfo))?;
@@ -64,7 +64,7 @@ impl Cgroup {
         }
         record.add(SetupStep::Cgroup(cgroup.path.clone()))?;
         fs::create_dir(&cgroup.path).map_err(SetupError::io("create the cgroup", &cgroup.path))?;
-        // If the machine has other swap, the programs must not use more than `swap_bytes` in all.
+        // The programs must not use more than `swap_bytes` in total if the machine has other swap.
         let (memory_file, swap_file, swap_limit) = match version {
             CgroupVersion::V1 => ("memory.limit_in_bytes", MEMSW_LIMIT, limit_bytes + swap_bytes),
             CgroupVersion::V2 => ("memory.max", "memory.swap.max", swap_bytes),
@@ -78,7 +78,7 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// A file through which a process enters the cgroup: it writes `0` to it.
+    /// Opens the file to which a process writes `0` to enter the cgroup.
     pub fn procs(&self) -> Result<File, SetupError> {
         let path = self.path.join("cgroup.procs");
         OpenOptions::new().write(true).open(&path).map_err(SetupError::io("open", &path))
@@ -96,8 +96,8 @@ impl Cgroup {
         kill_all(&self.path)
     }
 
-    /// Changes the limits, or comes a step nearer to a lower one. Waits until the kernel has
-    /// swapped enough out for that.
+    /// Changes the limits, or lowers one by a step. Waits until the kernel has swapped enough out
+    /// for that.
     ///
     /// # Errors
     /// If the limits cannot be read or written.
@@ -106,7 +106,7 @@ impl Cgroup {
         match self.version {
             CgroupVersion::V1 => {
                 let change = self.change_limits_v1(limit_bytes, swap_bytes);
-                // Nothing has woken them meanwhile.
+                // Waiting programs were not woken during the change.
                 self.shift_limit()?;
                 change
             }
@@ -114,7 +114,8 @@ impl Cgroup {
         }
     }
 
-    /// The limit of memory must never be above that of memory and swap together.
+    /// Changes the limits in version 1. The limit of memory must never be above the limit of memory
+    /// and swap together.
     fn change_limits_v1(&self, limit_bytes: u64, swap_bytes: u64) -> Result<LimitChange, SetupError> {
         let (limit, both) = (self.path.join("memory.limit_in_bytes"), self.path.join(MEMSW_LIMIT));
         let used = self.path.join("memory.usage_in_bytes");
@@ -128,7 +129,7 @@ impl Cgroup {
         for (file, bytes) in writes {
             match fs::write(file, bytes.to_string()) {
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
-                    // At least it must not grow. This fails if it has just grown.
+                    // Prevents further growth. Fails if the usage has just grown.
                     if used_bytes < before_bytes {
                         let _ = fs::write(&limit, read_number(&used)?.to_string());
                     }
@@ -140,7 +141,8 @@ impl Cgroup {
         Ok(if next_bytes == limit_bytes { LimitChange::Reached } else { LimitChange::Nearer })
     }
 
-    /// A `memory.max` below what is in use could kill, and a `memory.high` only slows down.
+    /// Changes the limit in version 2. A `memory.max` below the usage could kill programs, and a
+    /// `memory.high` only slows them down.
     fn change_limit_v2(&self, limit_bytes: u64) -> Result<LimitChange, SetupError> {
         let (soft, hard) = (self.path.join("memory.high"), self.path.join("memory.max"));
         let used_bytes = || read_number(&self.path.join("memory.current"));
@@ -162,8 +164,8 @@ impl Cgroup {
 
     /// Sets whether programs that get no memory wait, instead of being killed by the kernel.
     ///
-    /// Each call with true also wakes the programs that wait. In version 2, which has no such
-    /// setting, it does nothing.
+    /// Each call with true also wakes waiting programs. Has no effect in version 2, which has no
+    /// such setting.
     pub fn set_oom_waits(&self, waits: bool) -> Result<(), SetupError> {
         if self.version == CgroupVersion::V2 {
             return Ok(());
@@ -175,12 +177,12 @@ impl Cgroup {
 
     /// Wakes the programs that wait for memory.
     ///
-    /// They are woken when a limit grows, so the limit of memory and swap together grows by a page
-    /// and shrinks again. Letting the kernel kill for a moment would wake them, too, but a program
-    /// that finds no memory in that moment would be killed.
+    /// The kernel wakes them when a limit grows, so the limit of memory and swap together is raised
+    /// by a page and lowered again. A moment in which the kernel may kill would wake them, too, but
+    /// could kill a program.
     fn wake_waiting(&self) -> Result<(), SetupError> {
         let Some(_one) = self.limits.try_lock() else {
-            // The limit is being changed, and they are woken afterwards.
+            // The limit is being changed, and the programs are woken afterwards.
             return Ok(());
         };
         self.shift_limit()
@@ -190,25 +192,25 @@ impl Cgroup {
     fn shift_limit(&self) -> Result<(), SetupError> {
         let path = self.path.join(MEMSW_LIMIT);
         if !path.exists() {
-            // Without this limit, they are woken when other programs free memory.
+            // Without this limit, programs are woken when others free memory.
             return Ok(());
         }
         let limit_bytes = read_number(&path)?;
         let larger_bytes = limit_bytes + PAGE_BYTES;
         fs::write(&path, larger_bytes.to_string()).map_err(SetupError::io("set the limit in", &path))?;
-        // This fails if the page is in use by now; then a program has got it.
+        // Fails if a program has already used the page.
         let _ = fs::write(&path, limit_bytes.to_string());
         Ok(())
     }
 
-    /// True if programs wait for memory. In version 2, in which none can wait, it is false.
+    /// True if programs wait for memory. False in version 2, where programs cannot wait.
     pub fn is_under_oom(&self) -> bool {
         let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
         self.version == CgroupVersion::V1 && stat_field(&control, "under_oom") > 0
     }
 
-    /// Pages that were charged to the cgroup so far. Version 1 only: in version 2, which does not
-    /// count them, it is 0.
+    /// Number of pages that were charged to the cgroup so far; 0 in version 2, which does not count
+    /// them.
     pub fn pages_charged(&self) -> u64 {
         let stat = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
         stat_field(&stat, "pgpgin")
@@ -222,7 +224,7 @@ impl Cgroup {
         read_number(&self.path.join("memory.failcnt"))
     }
 
-    /// Memory that the cgroup uses and has used.
+    /// Present and peak memory of the cgroup.
     pub fn usage(&self) -> Result<SetupUsage, SetupError> {
         let path = self.path.join("memory.stat");
         let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;
@@ -261,12 +263,12 @@ impl Cgroup {
     }
 }
 
-/// A command whose program is in the cgroup of `procs` ([`Cgroup::procs`]) from its first
+/// Returns a command whose program is in the cgroup of `procs` ([`Cgroup::procs`]) from its first
 /// instruction on.
 pub fn command(program: &OsStr, procs: File) -> Command {
     let mut command = Command::new(program);
     // SAFETY: between fork and exec the closure makes one write system call on an open descriptor.
-    // It neither allocates nor takes a lock.
+    // It neither allocates nor acquires a lock.
     unsafe {
         command.pre_exec(move || {
             // "0" is the process that writes it.
@@ -291,7 +293,7 @@ pub(super) fn kill_all(path: &Path) -> Result<(), SetupError> {
             pids.lines().filter_map(|line| line.parse().ok()).filter_map(rustix::process::Pid::from_raw)
         {
             is_empty = false;
-            // This fails if the process has just ended.
+            // Fails if the process has just ended.
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
         if is_empty {

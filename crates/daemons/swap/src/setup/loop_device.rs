@@ -10,13 +10,14 @@ use super::area::{self, PAGE_BYTES};
 use super::record::{SetupRecord, SetupStep};
 use super::{SetupError, read_number};
 
-/// Of `linux/loop.h`.
+/// The ioctl `LOOP_CTL_GET_FREE` of `linux/loop.h`.
 const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 const CONTROL: &str = "/dev/loop-control";
-/// Most attempts to claim a device: other processes may claim the one that the kernel offers.
+/// Maximum number of attempts to claim a device, because other processes may claim the device that
+/// the kernel offers.
 const CLAIMS_MAX: u32 = 64;
 const FILE_NAME_BYTES: usize = 64;
 
@@ -47,8 +48,8 @@ struct LoopConfig {
     reserved: [u64; 8],
 }
 
-/// Sets up a loop device over `backing`, which has `bytes` bytes, and swaps on it. The kernel
-/// detaches the device when it is no longer in use.
+/// Sets up a loop device over `backing`, which has `bytes` bytes, and starts to swap on it. The
+/// kernel detaches the device when it is no longer in use.
 pub fn swap_on(record: &mut SetupRecord, backing: &Path, bytes: u64) -> Result<(), SetupError> {
     let file = OpenOptions::new()
         .read(true)
@@ -71,8 +72,8 @@ pub fn swap_on(record: &mut SetupRecord, backing: &Path, bytes: u64) -> Result<(
     area::swap_on(&path, true).map_err(SetupError::io("start swapping on", &path))
 }
 
-/// Stops swapping on the device if its file belongs to the record of this name. If not, the device
-/// has another user by now.
+/// Stops swapping on the device if its file belongs to the record of this name. Otherwise the
+/// device has another user now.
 pub fn swap_off(number: u32, name: &str) -> Result<(), SetupError> {
     let backing = fs::read_to_string(attribute(number, "backing_file")).unwrap_or_default();
     let is_own = Path::new(backing.trim_end()).components().any(|part| part.as_os_str() == name);
@@ -83,8 +84,8 @@ pub fn swap_off(number: u32, name: &str) -> Result<(), SetupError> {
     area::swap_off(&path).map_err(SetupError::io("stop swapping on", &path))
 }
 
-/// Attaches a free device to `file`. Returns its number, and its descriptor: without an open
-/// descriptor the kernel would detach it.
+/// Attaches a free device to `file`. Returns the device's number and descriptor: without an open
+/// descriptor the kernel would detach the device.
 fn attach(file: &File) -> Result<(u32, File), SetupError> {
     let control = Path::new(CONTROL);
     let controller = OpenOptions::new()

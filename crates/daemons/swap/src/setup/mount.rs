@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use super::SetupError;
 use super::record::{SetupRecord, SetupStep};
 
-/// Creates a folder below `parent` that only this user can access. The record unmounts what is
-/// mounted there, and removes the folder.
+/// Creates a folder below `parent` that only this user can access. The record undoes a mount there,
+/// and removes the folder.
 pub fn create(record: &mut SetupRecord, parent: &Path) -> Result<PathBuf, SetupError> {
     let path = parent.join(record.name());
     record.add(SetupStep::Mount(path.clone()))?;

@@ -5,24 +5,24 @@ use std::time::{Duration, Instant};
 use super::SetupError;
 use super::cgroup::Cgroup;
 
-/// The programs retry for this time without getting a page; then the kernel may kill one.
+/// Time for which programs retry without getting a page. After it the kernel may kill one.
 const OOM_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Whether the programs of a cgroup wait for memory.
+/// The state of programs of a cgroup that wait for memory.
 ///
-/// If all resident pages are in use for a moment, the kernel finds nothing to swap out, and would
+/// If all resident pages are in use for a moment, the kernel can swap nothing out, and would
 /// kill a program although the device has room. So the programs wait, and retry at each
 /// [`poll`](Self::poll), for a limited time. With cgroups of version 2 they never wait.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum OomWait {
-    /// They do not wait.
+    /// No program waits.
     #[default]
     None,
-    /// They wait and retry.
+    /// Programs wait and retry.
     Waiting {
-        /// When they got the last page.
+        /// The time when they got the last page.
         since: Instant,
-        /// Pages that were charged to the cgroup by then.
+        /// Number of pages that were charged to the cgroup until then.
         pages: u64,
     },
     /// The time has passed: the kernel may kill a program.
@@ -30,7 +30,7 @@ pub enum OomWait {
 }
 
 impl OomWait {
-    /// Begins anew, after a change of the limit.
+    /// Resets the state after a change of the limit.
     ///
     /// # Errors
     /// If the cgroup cannot be changed.
@@ -41,7 +41,7 @@ impl OomWait {
         }
     }
 
-    /// Wakes programs that wait, and lets the kernel kill when the time has passed.
+    /// Wakes waiting programs. Permits the kernel to kill once the time has passed.
     ///
     /// # Errors
     /// If the cgroup cannot be read or changed.
@@ -52,8 +52,7 @@ impl OomWait {
             Self::None if !is_under_oom => return Ok(()),
             Self::None => *self = Self::Waiting { since: Instant::now(), pages: cgroup.pages_charged() },
             Self::Waiting { since, pages } => {
-                // A program that retries does not count as waiting for a moment, so only a new page
-                // ends the wait.
+                // A retrying program does not count as waiting, so only a new page ends the wait.
                 let charged = cgroup.pages_charged();
                 *self = match (charged == pages, is_under_oom) {
                     (true, _) if since.elapsed() > OOM_TIMEOUT => Self::Expired,

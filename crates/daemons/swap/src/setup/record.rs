@@ -1,5 +1,5 @@
 //! Records of the steps of a setup. A step is written before it is made, so that any process of
-//! root can undo it.
+//! root can undo the step.
 //!
 //! A record is the file `/run/aquifer-setups/NAME`, which only root can access, with one step on
 //! each line. NAME contains the owner's pid and its start time, because pids are reused. So the
@@ -24,10 +24,10 @@ const RECORD_BYTES_MAX: u64 = 16 << 10;
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-/// A step of a setup, with what is needed to undo it.
+/// A step of a setup, with the data that its undo needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SetupStep {
-    /// A cgroup was created; its folder.
+    /// A cgroup was created with this folder.
     Cgroup(PathBuf),
     /// A swap file was created and is in use.
     SwapFile(PathBuf),
@@ -38,11 +38,11 @@ pub enum SetupStep {
         /// True if this setup has added the device.
         added: bool,
     },
-    /// vm.page-cluster was changed; its former value.
+    /// `vm.page-cluster` was changed from this value.
     PageCluster(u64),
     /// A volume's file is mounted at this folder.
     Mount(PathBuf),
-    /// This loop device is in use, if its file belongs to the record.
+    /// The loop device with this number is in use, if its file belongs to the record.
     LoopSwap(u32),
 }
 
@@ -92,7 +92,7 @@ impl SetupStep {
     }
 }
 
-/// The steps of a setup, in memory and in a file. They are undone when the record is dropped.
+/// The steps of a setup, in memory and in a file. Dropping the record undoes them.
 #[derive(Debug)]
 pub struct SetupRecord {
     name: String,
@@ -137,7 +137,7 @@ impl SetupRecord {
         &self.path
     }
 
-    /// True if vm.page-cluster is to be restored.
+    /// True if the undo restores `vm.page-cluster`.
     pub fn has_page_cluster(&self) -> bool {
         self.steps.iter().any(|step| matches!(step, SetupStep::PageCluster(_)))
     }
@@ -153,8 +153,8 @@ impl SetupRecord {
         Ok(())
     }
 
-    /// Undoes all steps, the last first. After a failure it continues with the other steps, keeps
-    /// the record for another attempt, and returns the first error.
+    /// Undoes all steps, the last first. After a failure, continues with the other steps, keeps the
+    /// record for another attempt, and returns the first error.
     pub fn undo(&mut self) -> Result<(), SetupError> {
         let mut result = Ok(());
         // Programs must end first: a swap area cannot be removed while its pages are in use.
@@ -217,7 +217,7 @@ pub fn undo_abandoned(name: &str) -> Result<(), SetupError> {
 
 /// Undoes the setups of owners that have ended. Returns the number of setups.
 ///
-/// To be called before a new setup: an owner that was killed has not undone its own.
+/// Must be called before a new setup, because killed owners have not undone theirs.
 pub fn cleanup_stale() -> Result<usize, SetupError> {
     let folder = Path::new(FOLDER);
     let entries = match fs::read_dir(folder) {
@@ -233,7 +233,7 @@ pub fn cleanup_stale() -> Result<usize, SetupError> {
             continue;
         };
         if start_time(pid) == Some(start) {
-            // An owner that was just killed does not undo its setup any more.
+            // A process that was just killed does not undo its setup. Wait for its end.
             wait_if_exiting(pid);
             if start_time(pid) == Some(start) {
                 continue;
@@ -241,7 +241,7 @@ pub fn cleanup_stale() -> Result<usize, SetupError> {
         }
         match SetupRecord::load(&name).and_then(|mut record| record.undo()) {
             Ok(()) => undone += 1,
-            // Another process has undone it meanwhile.
+            // Another process has undone this setup meanwhile.
             Err(_) if !folder.join(&name).exists() => {}
             Err(error) => result = result.and(Err(error)),
         }

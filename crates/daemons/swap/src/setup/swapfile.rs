@@ -17,8 +17,7 @@ const FOLDERS: [&str; 4] = ["/var/tmp", "/var/lib", "/tmp", "/root"];
 const WITHOUT_SWAP: [i64; 8] =
     [0x0102_1994, 0x8584_58f6, 0x794c_7630, 0x6969, 0x0102_1997, 0x6573_5546, 0x7371_7368, 0x2fc1_2fc1];
 
-/// Creates a swap file of this size, and swaps on it. The file is in the record before it is
-/// created.
+/// Creates a swap file of this size, and starts to swap on it. Adds the file to the record first.
 pub fn create(record: &mut SetupRecord, bytes: u64) -> Result<(), SetupError> {
     let folder = FOLDERS
         .iter()

@@ -15,7 +15,7 @@ const ALGORITHMS: [&str; 3] = ["lz4", "lzo-rle", "lzo"];
 /// Index of the store's largest size in mm_stat.
 const MEM_USED_MAX_FIELD: usize = 4;
 
-/// Sets up a device of `bytes` bytes, and swaps on it. Returns its number.
+/// Sets up a device of `bytes` bytes, and starts to swap on it. Returns the device's number.
 pub fn create(record: &mut SetupRecord, bytes: u64) -> Result<u32, SetupError> {
     let (number, added) = claim().ok_or(SetupError::NoZram)?;
     record.add(SetupStep::Zram { number, added })?;
@@ -36,7 +36,7 @@ pub fn create(record: &mut SetupRecord, bytes: u64) -> Result<u32, SetupError> {
     Ok(number)
 }
 
-/// Stops swapping on a device and resets it, if it exists. Removes it if this setup has `added` it.
+/// Stops swapping on a device and resets it, if it exists. Removes it if this setup has added it.
 pub(super) fn remove(number: u32, added: bool) -> Result<(), SetupError> {
     let device = device(number);
     area::swap_off(&device).map_err(SetupError::io("stop swapping on", &device))?;
@@ -51,7 +51,7 @@ pub(super) fn remove(number: u32, added: bool) -> Result<(), SetupError> {
     Ok(())
 }
 
-/// The most memory that the device's compressed pages have used.
+/// The peak memory of the device's compressed pages, in bytes.
 pub fn store_peak_bytes(number: u32) -> Result<u64, SetupError> {
     let path = attribute(number, "mm_stat");
     let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;
@@ -60,7 +60,7 @@ pub fn store_peak_bytes(number: u32) -> Result<u64, SetupError> {
     })
 }
 
-/// An unused device, and whether it was added. It is added if the kernel permits, so that two
+/// Returns an unused device, and whether it was added. Adds one if the kernel permits, so that two
 /// setups cannot claim the same device.
 fn claim() -> Option<(u32, bool)> {
     if !Path::new("/sys/block/zram0").exists() && !Path::new(HOT_ADD).exists() {

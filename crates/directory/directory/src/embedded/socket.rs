@@ -18,7 +18,10 @@ pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
         // The same error as for a file that is not a socket.
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the file exists and is not a socket"));
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    "the file exists and is not a socket",
+                ));
             }
             std::fs::remove_file(path)?;
         }

@@ -28,8 +28,8 @@ impl BlockVolume {
                 continue;
             }
             let since = state.pool_full.as_ref().map(|(since, _)| *since);
-            // The timeout counts from when the pool became full, so that later writes do not wait
-            // as long again.
+            // The timeout counts from the time when the pool became full, so that later writes do
+            // not wait for the whole timeout again.
             let until = *deadline.get_or_insert_with(|| since.unwrap_or(now) + self.room_timeout);
             if now >= until {
                 let reason = state.pool_full.as_ref().map(|(_, reason)| reason.clone());
@@ -85,7 +85,7 @@ impl BlockVolume {
         Ok(())
     }
 
-    /// Records whether the pool is full, and why.
+    /// Records whether the pool is full, with the error.
     pub(crate) fn set_pool_full(&self, reason: Option<String>) {
         let mut state = self.lock();
         match (reason, &mut state.pool_full) {

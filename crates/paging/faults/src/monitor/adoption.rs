@@ -121,7 +121,7 @@ impl<E: Edge> Monitor<E> {
     /// was unread.
     ///
     /// If an event was unread, it is applied, and the page from which on the presence must be
-    /// looked up again is returned: a remap may have put an evicted page where a present one was
+    /// determined again is returned: a remap may have put an evicted page where a present one was
     /// seen.
     fn adopt_range(&mut self, first: PageNumber, pages: usize) -> Option<PageNumber> {
         let end = first + pages as u64;

@@ -66,9 +66,9 @@ pub fn partly_staged_block(
 }
 
 impl<E: Edge> Monitor<E> {
-    /// Creates a monitor that continues where another was stopped at any moment.
+    /// Creates a monitor that resumes where another was stopped at any moment.
     ///
-    /// Its first turn reads and applies the events that the other has not applied.
+    /// The first turn reads and applies the events that the other monitor has not applied.
     #[must_use]
     pub fn resume(edge: E, state: ResumeState, budget: Arc<Budget>, stats: Arc<FaultStats>) -> Self {
         let ResumeState { recovered, registered, pending_unmaps, removed, batches } = state;

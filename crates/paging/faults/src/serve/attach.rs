@@ -45,7 +45,7 @@ pub enum AttachError {
     #[error("no program of the run has forked this process")]
     UnknownChild,
     /// The process has sent this number of hellos, and its earlier programs have not ended.
-    #[error("this process has already said hello {0} times")]
+    #[error("this process has already sent {0} hellos")]
     TooManyHellos(usize),
     /// The keeper does not hold the program.
     #[error(transparent)]

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::AsFd;
 
-use aquifer_ipc::{CANARY_BYTES, KNOCKS_MAX, PROOF_PAGE, knock_page};
+use aquifer_ipc::{CANARY_BYTES, CONNECT_BACK_REQUESTS_MAX, PROOF_PAGE, connect_back_page};
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
 use crate::kernel::FillOutcome;
@@ -47,14 +47,15 @@ impl Canary {
     /// Returns canaries for a proof after the hello, when the process may have read its own canary.
     ///
     /// A page can be used for one proof only, and other processes of the run can use it up. So the
-    /// pages of connect-back requests are used, too, the last one first. The first `knocks` of them
-    /// may have been read.
+    /// pages of connect-back requests are used, too, the last one first. The first `requests` of
+    /// them may have been read.
     ///
     /// # Errors
     /// If the system cannot provide random bytes.
-    pub fn of_proof(self, knocks: usize) -> io::Result<impl Iterator<Item = Self>> {
+    pub fn of_proof(self, requests: usize) -> io::Result<impl Iterator<Item = Self>> {
         let nonce = new_nonce()?;
-        let offsets = std::iter::once(PROOF_PAGE).chain((knocks..KNOCKS_MAX).rev().map(knock_page));
+        let unread = (requests..CONNECT_BACK_REQUESTS_MAX).rev().map(connect_back_page);
+        let offsets = std::iter::once(PROOF_PAGE).chain(unread);
         Ok(offsets.map(move |offset| Self { page: self.page + (offset / PAGE_BYTES) as u64, nonce, ..self }))
     }
 
@@ -69,9 +70,9 @@ impl Canary {
     }
 
     /// Whether a fault on this page is a connect-back request.
-    pub fn is_knock(self, page: PageNumber) -> bool {
-        let first = self.page + (knock_page(0) / PAGE_BYTES) as u64;
-        (first..first + KNOCKS_MAX as u64).contains(&page)
+    pub fn is_connect_back(self, page: PageNumber) -> bool {
+        let first = self.page + (connect_back_page(0) / PAGE_BYTES) as u64;
+        (first..first + CONNECT_BACK_REQUESTS_MAX as u64).contains(&page)
     }
 
     /// Fills the canary, if it is missing.

@@ -1,6 +1,6 @@
 //! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
-mod knocking;
+mod connect_back;
 mod pool;
 mod worker_end;
 
@@ -17,7 +17,7 @@ use aquifer_pager::{FETCH_PAGES_MAX, Fetcher, PAGE_BYTES, PageNumber, Volume};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::KnockName;
+use super::ConnectBackName;
 use super::attach::AttachError;
 use super::attachment::{Attachment, shut_down, unless_ended};
 use super::backoff::Backoff;
@@ -68,11 +68,11 @@ pub(crate) struct ProcessEdge {
     inherited: Option<Areas>,
     backoff: Backoff,
     /// Number of connect-back requests that were answered.
-    knocks: usize,
+    connect_back_requests: usize,
     /// A bit for each page of a connect-back request that was answered.
-    answered_knocks: u32,
+    answered_connect_back_pages: u32,
     /// Connect-back requests with an open socket.
-    open_knocks: Vec<KnockName>,
+    open_connect_backs: Vec<ConnectBackName>,
 }
 
 impl ProcessEdge {
@@ -103,9 +103,9 @@ impl ProcessEdge {
             unapplied: Vec::new(),
             inherited: None,
             backoff: Backoff::new(),
-            knocks: 0,
-            answered_knocks: 0,
-            open_knocks: Vec::new(),
+            connect_back_requests: 0,
+            answered_connect_back_pages: 0,
+            open_connect_backs: Vec::new(),
         })
     }
 
@@ -157,7 +157,7 @@ impl ProcessEdge {
         let text = if has_advice { process.read("smaps") } else { process.read_maps().ok() };
         if text.is_none() && !has_ended(process.pidfd(), Duration::ZERO) {
             // Without it the child could read what it has not inherited.
-            self.run.end("what a forked child has inherited cannot be read");
+            self.run.end("the memory map of a forked child cannot be read");
         }
         self.inherited = text.and_then(|text| {
             if has_advice {
@@ -182,7 +182,7 @@ impl ProcessEdge {
     /// Writes nothing at an address from the hello, because any process of the run may have sent
     /// it.
     pub(crate) fn identify_child(&mut self, process: UnprovenProcess) -> Result<(), ProofError> {
-        let proofs = self.canary().of_proof(self.knocks)?;
+        let proofs = self.canary().of_proof(self.connect_back_requests)?;
         self.identify_by(proofs, process)
     }
 
@@ -200,7 +200,7 @@ impl ProcessEdge {
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         self.program.set_control(attachment.worker.memory());
         self.attachment = Some(attachment);
-        self.end_knocks();
+        self.end_connect_backs();
         self.keep()?;
         Ok(self.attachment.iter().try_for_each(|attachment| attachment.welcome(&self.uffd))?)
     }
@@ -367,9 +367,9 @@ impl ProcessEdge {
         }
         for message in out.iter() {
             if let UffdMessage::Fault(fault) = message
-                && self.canary().is_knock(fault.page)
+                && self.canary().is_connect_back(fault.page)
             {
-                self.answer_knock(*fault);
+                self.answer_connect_back(*fault);
             }
         }
     }

@@ -515,8 +515,8 @@ fn forget_program(run: &Run, program: &Program) {
 /// Removes a program that was served from its run, the exit watcher, and, once its memory is gone,
 /// the keeper.
 ///
-/// Its memory may still exist: a thread that was killed may not have ended yet, and another process
-/// may share the memory. Then the userfaultfd stays open, here and in the keeper.
+/// The program's memory may still exist: a thread that was killed may not have ended yet, and
+/// another process may share the memory. Then the userfaultfd stays open, here and in the keeper.
 pub(super) fn remove_program(run: &Run, program: &Program) {
     let uffd = program.uffd.lock().take();
     if let Some(service) = run.service.upgrade() {

@@ -42,7 +42,7 @@ const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(5);
 const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
 /// Index of the connection to the worker among the descriptors that the keeper holds of a program
-/// that has said hello.
+/// that has sent its hello.
 const SOCKET_INDEX: usize = 4;
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
@@ -61,7 +61,7 @@ type Orphans = HashMap<u64, OwnedFd>;
 impl PagingService {
     /// Resumes the programs of another agent, with its mempool, which is recovered here.
     ///
-    /// When it returns, all slabs of runs are ledgers of the leak detection.
+    /// Afterwards, all slabs of runs are ledgers of the leak detection.
     pub fn restore(self: &Arc<Self>, kept: Vec<RestoredItem>) -> Vec<RestoredRun> {
         let mut runs = BTreeMap::new();
         let mut programs = Vec::new();

@@ -84,7 +84,7 @@ pub struct Run {
     /// Processes of the run that are not paged.
     unpaged: Mutex<Vec<UnpagedProcess>>,
     /// Readable while there are notices, or an end reason, that the owner has not received.
-    news: OwnedFd,
+    notices_fd: OwnedFd,
     programs_seen: AtomicU64,
     /// Whether there are programs that the sampler has not seen.
     pub(crate) has_new_programs: AtomicBool,
@@ -176,7 +176,7 @@ impl Run {
             notices: Mutex::new(Vec::new()),
             waits_in_mempool: AtomicBool::new(false),
             unpaged: Mutex::default(),
-            news: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            notices_fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             programs_seen: AtomicU64::new(0),
             has_new_programs: AtomicBool::new(false),
         }))
@@ -339,25 +339,25 @@ impl Run {
     /// Queues a notice for the process that opened the run.
     pub(crate) fn notify_owner(&self, text: &str) {
         self.notices.lock().push(text.to_owned());
-        self.announce_news();
+        self.wake_owner();
     }
 
-    /// The eventfd that is readable when there is news for the owner.
+    /// The eventfd that is readable when there are notices for the owner, or the reason of an end.
     #[must_use]
-    pub fn news(&self) -> &OwnedFd {
-        &self.news
+    pub fn notices_fd(&self) -> &OwnedFd {
+        &self.notices_fd
     }
 
-    fn announce_news(&self) {
+    fn wake_owner(&self) {
         // A write to an eventfd fails only when its count is full, and then it is readable.
-        let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.notices_fd, &1_u64.to_ne_bytes());
     }
 
     /// Returns the notices since the last call.
     #[must_use]
     pub fn drain_notices(&self) -> Vec<String> {
         // Must be read before the notices, so that a later notice makes it readable again.
-        let _ = rustix::io::read(&self.news, &mut [0; 8]);
+        let _ = rustix::io::read(&self.notices_fd, &mut [0; 8]);
         std::mem::take(&mut *self.notices.lock())
     }
 
@@ -369,7 +369,7 @@ impl Run {
             *end_reason = Some(reason.to_owned());
         }
         drop(end_reason);
-        self.announce_news();
+        self.wake_owner();
         let programs = self.programs();
         // Must be marked before they are killed, because a monitor must not see the end of a worker
         // first.

@@ -100,7 +100,7 @@ impl TenantTurns {
             // If the work is late, the receiver does not exist any more.
             let _ = sender.send(result);
         };
-        std::thread::Builder::new().name("knock".into()).spawn(run)?;
+        std::thread::Builder::new().name("connect-back".into()).spawn(run)?;
         receiver.recv_timeout(time_max).map_err(io::Error::other)
     }
 }

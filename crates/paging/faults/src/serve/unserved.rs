@@ -157,7 +157,7 @@ impl UnservedMemory {
         for message in self.uffd.read_messages() {
             match message {
                 // The child finds no socket, and ends.
-                UffdMessage::Fault(fault) if self.canary.is_knock(fault.page) => {
+                UffdMessage::Fault(fault) if self.canary.is_connect_back(fault.page) => {
                     self.uffd.zero(fault.page, 1);
                 }
                 UffdMessage::Fault(fault) => self.kill_or_refuse(fault),

@@ -5,15 +5,15 @@ use aquifer_pool::PoolClient;
 use super::{Filler, OpenSlab, RecordedReplica, free_recorded};
 use crate::slabs::SlabId;
 
-/// Empty slabs are kept up to this part of the run's pages on memory nodes. None is kept while the
-/// pool is short of memory or the run writes nothing.
+/// Empty slabs are kept up to 1/`KEPT_DIVISOR` of the run's pages on memory nodes. None is kept
+/// while the pool is short of memory or the run does not write.
 const KEPT_DIVISOR: u64 = 8;
-/// Slabs that one call frees at most.
+/// Maximum number of slabs that one call frees.
 const TRIM_MAX: usize = 64;
-/// Slabs that one request frees at most when the run has ended.
+/// Maximum number of slabs that one request frees when the run has ended.
 const CLOSE_MAX: usize = 1024;
 impl Filler {
-    /// Records the slabs that have become empty. They are kept until [`Self::trim_empty`] frees
+    /// Records the slabs that have become empty, which are kept until [`Self::trim_empty`] frees
     /// them.
     pub fn collect_emptied(&mut self, pool: &mut PoolClient) {
         let mut lost = Vec::new();
@@ -31,8 +31,8 @@ impl Filler {
         self.free_slabs(pool, &lost);
     }
 
-    /// Frees some empty slabs that exceed what is kept, or some of all if `all`. Returns whether
-    /// there are more.
+    /// Frees some of the surplus empty slabs, or of all empty slabs if `all`. Returns whether there
+    /// are more.
     pub fn trim_empty(&mut self, pool: &mut PoolClient, all: bool) -> bool {
         let max = if all { 0 } else { self.slabs.pages() / KEPT_DIVISOR };
         let mut pages: u64 = self.empty.iter().map(|slab| self.pages_of(slab)).sum();
@@ -87,8 +87,8 @@ impl Filler {
                     extent,
                 }));
             } else {
-                // A replica on a lost node is not freed by its address: the node's number may stand
-                // for other memory by now.
+                // A replica on a lost node is not freed by its address, because the node's number
+                // may be that of other memory now.
                 self.slabs.remove_slab(slab);
                 replicas.iter().for_each(|replica| pool.suspect_leak(replica.node));
             }

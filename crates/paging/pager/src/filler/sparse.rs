@@ -1,4 +1,4 @@
-//! Sparse slabs: which to fill again, and which to vacate.
+//! Sparse slabs: chooses which of them to fill again, and which to vacate.
 
 use std::cmp::Reverse;
 
@@ -6,38 +6,38 @@ use super::{Filler, OpenSlab};
 use crate::page::PAGE_BYTES;
 use crate::slabs::SlabId;
 
-/// A round of vacating must free at least this number of bytes.
+/// Least number of bytes that a round of vacating must free.
 const GAIN_BYTES_MIN: u64 = 64 << 10;
-/// A round must free at least this part of the run's bytes on memory nodes; a smaller part while
-/// the pool is short of memory.
+/// A round must free at least 1/`GAIN_DIVISOR` of the run's bytes on memory nodes.
 const GAIN_DIVISOR: u64 = 4;
+/// While the pool is short of memory, a round must free at least 1/`GAIN_DIVISOR_SHORT` of these.
 const GAIN_DIVISOR_SHORT: u64 = 16;
-/// A slab of which at most this part is in use is worth vacating even into a new slab, which is
-/// smaller.
+/// A slab with at most 1/`FRESH_DIVISOR` of its pages in use is worth vacating even into a new
+/// slab, which is smaller.
 const FRESH_DIVISOR: u32 = 4;
-/// A run that uses less than this part of its memory on nodes fills the holes of slabs up to
-/// `HOLED_PERMILLE` full. Otherwise it fills only slabs up to `SPARSE_PERMILLE` full, because large
-/// holes make large WRITEs.
+/// A run that uses less than this part of its memory on nodes, in thousandths, fills the holes of
+/// slabs that are at most `HOLED_PERMILLE` full. Otherwise it fills only slabs that are at most
+/// `SPARSE_PERMILLE` full, because large holes make large WRITEs.
 const USED_MIN_PERMILLE: u64 = 750;
 const SPARSE_PERMILLE: u32 = 500;
 const HOLED_PERMILLE: u32 = 875;
-/// Fuller slabs are not worth vacating.
+/// The fullest slab that is worth vacating, in thousandths of its pages.
 const MOVABLE_PERMILLE: u32 = 750;
-/// Sparse slabs are searched each time that this part of all slabs has been filled.
+/// Sparse slabs are searched each time that 1/`SEARCH_DIVISOR` of all slabs has been filled.
 const SEARCH_DIVISOR: usize = 64;
-/// Pages that one round of vacating moves, approximately.
+/// Approximate maximum number of pages that one round moves.
 const MOVES_MAX: u32 = 16384;
 
-/// How much memory a round of vacating must free.
+/// The memory that a round of vacating must free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum GainThreshold {
-    /// The usual part of what the run has.
+    /// The usual part of the run's bytes.
     Normal,
     /// A smaller part, because the pool is short of memory.
     PoolShort,
 }
 
-/// A sparse slab, with its number of pages in use and of all pages.
+/// A sparse slab, with the numbers of its pages in use and of all its pages.
 #[derive(Clone, Copy, Debug)]
 struct SparseSlab {
     slab: SlabId,
@@ -73,7 +73,7 @@ impl Filler {
     }
 
     /// Removes the emptiest of the sparse slabs that the last search found, other than `previous`.
-    /// Searches only now and then, because a run may have tens of thousands of slabs.
+    /// Searches rarely, because a run may have tens of thousands of slabs.
     pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, replicas_min: usize) -> Option<OpenSlab> {
         let held_pages = self.slabs.bytes().0 / (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
         let is_well_used = self.slabs.pages() * 1000 >= held_pages * USED_MIN_PERMILLE;

@@ -1,4 +1,4 @@
-//! Nodes that are away, on which nothing is written.
+//! Suspended nodes: nodes that are away, to which the sender does not write.
 
 use aquifer_pool::NodeId;
 
@@ -6,8 +6,8 @@ use super::Filler;
 use crate::slabs::SlabId;
 
 impl Filler {
-    /// Fills no slab that has a replica on this node, until [`Self::resume`]. Returns false if the
-    /// node was suspended already.
+    /// Excludes slabs with a replica on this node from filling, until [`Self::resume`]. Returns
+    /// false if the node was suspended already.
     pub fn suspend(&mut self, node: NodeId) -> bool {
         if self.is_suspended(node) {
             return false;
@@ -21,7 +21,8 @@ impl Filler {
         true
     }
 
-    /// Fills slabs with replicas on this node again. Returns false if it was not suspended.
+    /// Permits to fill slabs with replicas on this node again. Returns false if the node was not
+    /// suspended.
     pub fn resume(&mut self, node: NodeId) -> bool {
         self.suspended.extract_if(.., |other| *other == node).count() > 0
     }

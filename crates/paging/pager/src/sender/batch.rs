@@ -1,4 +1,4 @@
-//! A batch in flight: what of it is posted, acknowledged, or must be written again.
+//! A batch in flight: records which pages are posted, acknowledged, or must be written again.
 
 use crate::digest::Digest;
 use crate::mempool::{BLOCK_PAGES, BlockId};
@@ -8,9 +8,9 @@ use crate::slabs::SlabSet;
 /// The kind of a page group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum GroupKind {
-    /// Pages that are written.
+    /// The group's pages are written.
     Write,
-    /// Unchanged pages, whose clean copies are confirmed.
+    /// The group's pages are unchanged, and their clean copies are confirmed.
     Confirm,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct BatchWrite {
     /// Indexed by page group: the places of the slab's record whose replica has acknowledged it, as
     /// a bit mask.
     pub group_acknowledged: [u8; BLOCK_PAGES],
-    /// Indexed by page group: the places whose replica has not done its operation, as a bit mask.
+    /// Indexed by page group: the places whose replica has failed its operation, as a bit mask.
     pub group_failed: [u8; BLOCK_PAGES],
     /// Page groups of unchanged pages.
     confirming_groups: u64,
@@ -106,9 +106,9 @@ impl BatchWrite {
         self.number << 16 | (place as u64) << 8 | first as u64
     }
 
-    /// Releases the locations of these pages, and marks them to be written to others unless the
-    /// batch is abandoned.
-    pub fn write_anew(&mut self, slabs: &SlabSet, pages: u64) {
+    /// Releases the locations of these pages, and marks the pages to be written to other locations
+    /// unless the batch is abandoned.
+    pub fn rewrite(&mut self, slabs: &SlabSet, pages: u64) {
         for index in bits(pages) {
             slabs.release(self.locations[index].take().expect("a written page has a location"));
         }

@@ -96,7 +96,7 @@ impl Sender {
                 if self.slabs.replicas(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
                     self.drop_incomplete_replicas(at, first);
                 } else {
-                    batch.write_anew(&self.slabs, batch.group_pages[first]);
+                    batch.rewrite(&self.slabs, batch.group_pages[first]);
                 }
             }
         }

@@ -1,8 +1,7 @@
 //! Confirms the clean copies of unchanged pages, which are not written again.
 //!
 //! The sender reads a few bytes of the slab by its key from each replica. A node that answers still
-//! has the memory that was written before, as a node that acknowledges a WRITE has what was written
-//! now. If no node answers, the pages are written again.
+//! has the bytes that were written before. If no node answers, the pages are written again.
 
 use aquifer_fabric::{Verb, Work};
 
@@ -49,13 +48,13 @@ impl Sender {
         if lost != 0 {
             // The last node of these slabs was lost in the meantime.
             batch.unchanged &= !lost;
-            batch.write_anew(&self.slabs, lost);
+            batch.rewrite(&self.slabs, lost);
             return true;
         }
         let Some(buffer) = self.buffer() else {
             let batch = &mut self.batches[at];
             batch.unchanged &= !pages;
-            batch.write_anew(&self.slabs, pages);
+            batch.rewrite(&self.slabs, pages);
             return true;
         };
         assert!(!replicas.is_empty(), "a slab with known digests has a replica");

@@ -1,11 +1,11 @@
 //! The healer: makes missing replicas of slabs, repairs damaged pages from a good replica, and
 //! probes nodes.
 //!
-//! It handles one slab at a time with one message in flight, and only when no batch waits to be
-//! posted. A slab that is being copied is not filled, and copying begins when none of its WRITEs is
-//! in flight. So the bytes that are read are those that were written. Pages that are released
-//! meanwhile are copied for nothing, which does no harm. A new replica is marked complete when it
-//! has all pages, and is read and written only then.
+//! The healer handles one slab at a time with one message in flight, and only when no batch waits
+//! to be posted. A slab that is being copied is not filled, and copying begins when none of its
+//! WRITEs is in flight. So the healer reads the written bytes. Pages that are released meanwhile
+//! are copied needlessly, which is harmless. A new replica is marked complete when it has all
+//! pages, and is read and written only then.
 
 use std::sync::Arc;
 
@@ -21,13 +21,13 @@ use crate::page::{Location, PAGE_BYTES};
 use crate::slabs::{SlabId, SlabSet, page_of};
 use crate::view;
 
-/// Pages that one message copies.
+/// Number of pages that one message copies.
 const CHUNK_PAGES: u32 = 64;
 const _: () = assert!(CHUNK_PAGES as usize == BLOCK_PAGES);
 /// The offset in the buffer to which probes read, behind the pages.
 pub(super) const PROBE_OFFSET: usize = BLOCK_PAGES * PAGE_BYTES;
 pub(super) const PROBE_BYTES: usize = 8;
-/// The work id of probes. The ids of copying are below.
+/// The work id of probes. The ids of copying are smaller.
 const PROBE_WORK_ID: u64 = HEAL_WORK_ID | 1 << 61;
 
 /// Why the healer has no buffer.
@@ -48,12 +48,13 @@ pub(super) struct Healer {
     /// Whether to search for a task at the next call of [`Sender::heal`].
     should_search: bool,
     is_stopped: bool,
-    /// Searches in a row that found no memory for a replica. Each search tries another slab.
+    /// Number of consecutive searches that found no memory for a replica. Each search tries another
+    /// slab.
     failed_searches: usize,
     /// Nodes of recovered slabs to which no operation was posted since the restart.
     unconfirmed: Vec<NodeId>,
-    /// Nodes whose last probe has not completed, and what it reads: a replica, or else the header
-    /// of the node.
+    /// Nodes whose last probe has not completed, with the replica that the probe reads; `None` if
+    /// it reads the header of the node.
     probed: Vec<(NodeId, Option<Extent>)>,
 }
 
@@ -77,7 +78,7 @@ struct CopyTask {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum CopyStep {
-    /// To be read when none of the slab's WRITEs is in flight.
+    /// The chunk is read when none of the slab's WRITEs is in flight.
     Ready,
     Reading,
     Read,
@@ -97,7 +98,7 @@ impl Healer {
         self.should_search = true;
     }
 
-    /// Forgets what is known of the previous node with this number.
+    /// Resets the state of the previous node with this number.
     pub(super) fn node_added(&mut self, node: NodeId) {
         self.probed.retain(|(other, _)| *other != node);
         self.unconfirmed.retain(|other| *other != node);
@@ -134,8 +135,8 @@ impl Healer {
             if completion.outcome != Err(WorkError::Away) {
                 slabs.set_slow(node, false);
             }
-            // The slab was freed after the probe was posted, so its key is dead. That says nothing
-            // about the node.
+            // The slab was freed after the probe was posted, so its key is dead, and the failure
+            // is none of the node.
             let was_freed = completion.outcome == Err(WorkError::RemoteAccess) && read != replica;
             return is_done || was_freed;
         } else if let Some(task) = &mut self.task {
@@ -152,7 +153,7 @@ impl Healer {
 impl Sender {
     /// Probes the nodes, and searches for slabs that lack replicas.
     ///
-    /// Must be called a few times a second, so that a dead node is noticed while nothing is
+    /// Must be called a few times a second, so that a dead node is detected while no page is
     /// evicted.
     pub fn probe(&mut self) {
         self.pool.maintain();
@@ -205,8 +206,8 @@ impl Sender {
         self.healer.task.is_some()
     }
 
-    /// Makes no further replicas and repairs. The current task is abandoned by the next
-    /// [`Self::advance`] after its operation in flight has completed.
+    /// Stops making replicas and repairs. The next [`Self::advance`] after the operation in flight
+    /// has completed abandons the current task.
     pub fn stop_healing(&mut self) {
         self.healer.is_stopped = true;
     }
@@ -220,7 +221,7 @@ impl Sender {
 
     /// Advances the current task by one step, or begins one, if no batch waits to be posted.
     ///
-    /// If the pool is full, the current task advances all the same, because it may own memory for
+    /// If the pool is full, the current task advances nevertheless, because it may own memory for
     /// which the batches wait.
     pub(super) fn heal(&mut self, is_pool_full: bool) {
         let is_busy = !is_pool_full && self.batches.iter().any(|batch| batch.unposted != 0);
@@ -315,7 +316,7 @@ impl Sender {
         let to = self.filler.allocate_replica(&mut self.pool, slab);
         let gone = self.filler.drain_gone_nodes();
         if !gone.is_empty() {
-            // The slab may have lost its last replica by that, or may be forgotten. The next search
+            // The slab may have lost its last replica thereby, or may be removed. The next search
             // starts again.
             gone.into_iter().for_each(|node| self.drop_node(node));
             if let Some(to) = to {
@@ -340,8 +341,8 @@ impl Sender {
         })
     }
 
-    /// Posts the READ of the next chunk that has pages in use. Returns false if there is none, or
-    /// no replica is left to read.
+    /// Posts the READ of the next chunk that has pages in use. Returns false if there is no such
+    /// chunk, or no replica is left to read.
     fn read_chunk(&mut self, task: &mut CopyTask) -> bool {
         let is_used = |index: &u32| !self.slabs.is_free(Location::new(task.slab, *index));
         let Some(at) = (task.at..task.end).find(is_used) else {
@@ -401,7 +402,7 @@ impl Sender {
             }
         };
         if !port.has_capacity() {
-            // The queue is full. The next call tries again, as if the previous step had just ended.
+            // The queue is full. The next call retries, as if the previous step had just ended.
             task.step = if task.step == CopyStep::Reading { CopyStep::Ready } else { CopyStep::Read };
             return true;
         }
@@ -438,7 +439,7 @@ impl Sender {
         }
     }
 
-    /// Ends a task without its result, and frees the extent of its incomplete replica.
+    /// Abandons a task, and frees the extent of its incomplete replica.
     fn abandon_task(&mut self, task: &CopyTask) {
         if let Some((place, extent)) = task.place.and_then(|_| self.slabs.unfinished_replica(task.slab)) {
             let recorded = RecordedReplica { slab: task.slab, place, extent };
@@ -452,8 +453,8 @@ impl Sender {
         Ok(self.ports.add_memory(Arc::new(memory))?)
     }
 
-    /// The number of the healer's buffer; `None` if there is no memory for it, and then nothing is
-    /// copied yet.
+    /// Returns the number of the healer's buffer, which is created if necessary; `None` if there is
+    /// no memory for it yet.
     pub(super) fn buffer(&mut self) -> Option<usize> {
         if self.healer.buffer.is_none() {
             match self.create_buffer() {

@@ -12,18 +12,19 @@ use crate::filler::GainThreshold;
 use crate::page::PAGE_BYTES;
 use crate::slabs::SlabId;
 
-/// The interval of the checks.
+/// The interval between checks.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// A round ends after this time at the latest.
+/// Longest time of a round.
 const ROUND_MAX: Duration = Duration::from_secs(1);
 /// The pause between two rounds. It doubles after each failed round, because pages are shared or
 /// their programs are busy.
 const PAUSE: Duration = Duration::from_millis(100);
+/// Maximum number of times that the pause doubles.
 const PAUSE_DOUBLINGS_MAX: u32 = 9;
-/// A run that has written nothing for this time will not need empty slabs soon.
-const QUIET_AFTER: Duration = Duration::from_secs(1);
-/// If there are fewer holes than this for each page written since the last check, then the next
-/// writes will fill them.
+/// Time without writes after which a run is considered not to need empty slabs soon.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
+/// If there are at most this number of holes for each page written since slabs were last chosen,
+/// then the next writes will fill them.
 const HOLES_PER_WRITTEN: u64 = 8;
 
 /// The state of the rounds of vacating.
@@ -32,15 +33,14 @@ pub(super) struct Repacker {
     slabs: Vec<SlabId>,
     began: Duration,
     next_check: Duration,
-    /// The number of pages that had been written at the last check, and since when it has not
-    /// changed.
+    /// The number of pages that had been written at the last check.
     pages_seen: u64,
     pages_unchanged_since: Duration,
     /// The earliest time of the next round.
     next_round_at: Duration,
     /// The number of pages that had been written when slabs were last chosen.
     written: u64,
-    /// Rounds in a row that vacated at most half of their slabs.
+    /// Number of consecutive rounds that vacated at most half of their slabs.
     failed_rounds: u32,
 }
 
@@ -49,7 +49,7 @@ impl Sender {
     /// [`Sender::advance`].
     pub(super) fn repack(&mut self, is_pool_full: bool) {
         if is_pool_full && !self.repacker.slabs.is_empty() {
-            // The batches that wait need the holes of the slabs that were to be vacated.
+            // The waiting batches need the holes of the slabs that were to be vacated.
             self.cancel_round();
         }
         let now = self.ports.now();
@@ -62,8 +62,8 @@ impl Sender {
             self.repacker.pages_seen = self.stats.pages;
             self.repacker.pages_unchanged_since = now;
         }
-        let is_quiet = now >= self.repacker.pages_unchanged_since + QUIET_AFTER;
-        if self.filler.trim_empty(&mut self.pool, is_short || is_quiet) {
+        let is_idle = now >= self.repacker.pages_unchanged_since + IDLE_TIMEOUT;
+        if self.filler.trim_empty(&mut self.pool, is_short || is_idle) {
             self.repacker.next_check = now;
         }
         if self.slabs.vacating_round().is_some() {
@@ -79,7 +79,7 @@ impl Sender {
         }
     }
 
-    /// Begins a round that vacates all slabs, sparse or not. For tests.
+    /// Begins a round that vacates all slabs, sparse or not. Only used by tests.
     pub fn repack_all(&mut self) {
         self.slabs.end_vacating();
         self.repacker.slabs = self.filler.movable_slabs();
@@ -108,14 +108,14 @@ impl Sender {
         self.repacker.next_round_at = self.ports.now() + PAUSE * (1 << self.repacker.failed_rounds);
     }
 
-    /// Begins the round: volumes move pages from now on.
+    /// Begins the round, in which volumes move pages.
     fn begin_round(&mut self, now: Duration) {
         self.slabs.begin_vacating();
         self.repacker.began = now;
     }
 
     /// Whether WRITEs to a chosen slab are in flight. Volumes that have already searched would miss
-    /// these pages.
+    /// their pages.
     fn is_writing_to_chosen(&self) -> bool {
         let mut locations = self.batches.iter().flat_map(|batch| batch.locations.iter().flatten());
         locations.any(|location| self.slabs.is_vacating(location.slab()))

@@ -4,10 +4,10 @@ use super::{SLAB_PAGES_MAX, SLABS_MAX};
 use crate::page::Location;
 
 const RECORD_BYTES: usize = 8;
-/// Records of this many pages of a slab are adjacent; then the records of the next slab follow.
+/// Number of pages of a slab whose records are adjacent. The records of the next slab follow.
 const GROUP_PAGES: u32 = 16;
-/// Within this many slabs, each group has another order of slabs. Otherwise the groups of one slab
-/// would fall into one set of the processor's cache.
+/// Number of slabs among which each group has another order of slabs. Otherwise the groups of one
+/// slab would fall into one set of the processor's cache.
 const SHUFFLED_SLABS: u32 = 32;
 const _: () = assert!(SLAB_PAGES_MAX.is_multiple_of(GROUP_PAGES) && SLABS_MAX.is_multiple_of(SHUFFLED_SLABS));
 

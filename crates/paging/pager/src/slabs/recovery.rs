@@ -14,14 +14,14 @@ use parking_lot::Mutex;
 use super::{REPLICAS_MAX, SlabId, SlabSet};
 use crate::page::Location;
 
-/// A recorded extent that is not a complete replica: an earlier agent had begun to fill or to free
-/// it.
+/// A recorded extent that is not a complete replica, because an earlier agent had begun to fill or
+/// to free it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct UnfinishedReplica {
     pub slab: SlabId,
     pub place: usize,
     pub extent: Extent,
-    /// The inline log in its control word when the free was begun; 0 if no free was begun.
+    /// The inline log in the control word when the free was begun; 0 if no free was begun.
     pub inline_log: u32,
 }
 

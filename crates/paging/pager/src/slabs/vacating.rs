@@ -42,7 +42,8 @@ impl SlabSet {
         }
     }
 
-    /// Begins a round. Its number tells volumes that they have not searched for its pages yet.
+    /// Begins a round with a new number, by which volumes detect that they have not searched for
+    /// its pages yet.
     pub(crate) fn begin_vacating(&self) {
         let round = self.marks.rounds.fetch_add(1, Relaxed) + 1;
         self.marks.round.store(round, Release);

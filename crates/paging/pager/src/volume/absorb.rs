@@ -1,5 +1,5 @@
-//! Pages that go straight into a slot of the mempool: pages of a front end that keeps none, such as
-//! a block device, and pages that are moved from one slab to another.
+//! Absorption: puts pages straight into a slot of the mempool. These are pages of a front end that
+//! keeps none, such as a block device, and pages that are moved from one slab to another.
 //!
 //! A block is *open* while pages are added to it, and *sealed* when it goes to the sender. The
 //! slots of an open block belong to the front end, so a page that is written again is overwritten

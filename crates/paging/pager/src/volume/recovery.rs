@@ -21,7 +21,7 @@ use crate::table::{PAGES_MAX, PageTable, TableError};
 /// Marks a slot of a recovered block that holds no page. No page of a program is page 0.
 const NO_PAGE: PageNumber = 0;
 
-/// A recovered volume, and what must be done before it is used.
+/// A recovered volume, and the pages and blocks that must be handled before it is used.
 #[derive(Debug)]
 pub struct RecoveredVolume {
     /// The volume.
@@ -163,8 +163,8 @@ impl Volume {
         self.blocks.iter().flatten().map(|block| block.id)
     }
 
-    /// Records that a page is resident although its word says that it is elsewhere: the killed
-    /// agent had filled it and not recorded that.
+    /// Records that a page is resident although its word says that it is elsewhere, because the
+    /// killed agent had filled it and not recorded that.
     pub fn hold_present(&mut self, page: PageNumber) {
         let state = self.state(page);
         if matches!(state, PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_)) {

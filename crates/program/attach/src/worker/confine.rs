@@ -1,11 +1,11 @@
 //! Removes the worker's effective capabilities, and restricts it to the system calls that it makes.
 //!
-//! The program can write to the worker's stack, and so control what the worker does. A program that
-//! has confined itself must gain no right by that.
+//! The program can write to the worker's stack, and so control the worker. A program that has
+//! confined itself must not gain rights by that.
 //!
-//! The worker uses no capability, and has none in effect. But it keeps those of the program as
-//! permitted. So a process that lacks them cannot trace the worker, and reach the program's memory
-//! or root folder through it.
+//! The worker has no effective capability, because it uses none. But it keeps the program's
+//! permitted capabilities. So a process that lacks them cannot trace the worker, and cannot reach
+//! the program's memory or root folder through it.
 
 use crate::raw::syscall;
 use aquifer_uffd::{UFFDIO_MOVE, UFFDIO_WRITEPROTECT};

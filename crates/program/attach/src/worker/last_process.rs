@@ -16,16 +16,17 @@ use super::{Worker, exit, wake};
 use crate::raw::syscall;
 
 const FUTEX_WAIT: usize = 0;
-/// `FUTEX2_SIZE_U32` for a word that processes share. When the kernel clears the word of a thread,
-/// it wakes only a waiter of this kind.
+/// `FUTEX2_SIZE_U32` for a word that processes share, the only kind of waiter that the kernel wakes
+/// when it clears the word of a thread.
 const SHARED_U32: u32 = 2;
-/// Number of checks without a pause. A process that ends releases its memory within microseconds.
+/// Number of checks without a pause, since a process that ends releases its memory within
+/// microseconds.
 const CHECKS_WITHOUT_PAUSE: u32 = 64;
 const NS_PER_S: u64 = 1_000_000_000;
 const PAUSE_MIN_NS: u64 = 100_000;
 const PAUSE_MAX_NS: u64 = NS_PER_S;
-/// Maximum wait for the thread's word. The kernel wakes only one waiter, and that can be a thread
-/// of the program that joins the thread.
+/// Maximum wait for the thread's word in seconds. The kernel wakes only one waiter, which can be a
+/// thread of the program that joins the thread.
 const THREAD_WORD_WAIT_MAX_S: i64 = 2;
 
 /// `struct futex_waitv`.
@@ -37,7 +38,7 @@ struct FutexWaiter {
     reserved: u32,
 }
 
-/// Which processes have the memory.
+/// The processes that have the memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MemoryUse {
     OnlyWorker,
@@ -97,8 +98,8 @@ impl<'a> LastProcessWatch<'a> {
             }
             _ => self.pause(last, PAUSE_MAX_NS),
         }
-        // The program may have had the kernel clear another word, and the agent stores nothing for
-        // a worker that it has detached.
+        // The kernel may have cleared another word for the program, and the agent stores nothing
+        // for a worker that it has detached.
         if self.control.command.load(Ordering::Acquire) == last && self.is_detached() {
             self.check_use(last);
         }
@@ -145,7 +146,7 @@ impl<'a> LastProcessWatch<'a> {
     fn check_use(&mut self, last: u32) {
         let memory_use = self.memory_use();
         if memory_use != MemoryUse::Shared && self.is_unneeded() {
-            // By this the agent distinguishes this end from that of a worker that was killed.
+            // The 0 distinguishes this end from that of a killed worker.
             self.control.worker.store(0, Ordering::Release);
             exit();
         }
@@ -199,13 +200,13 @@ impl<'a> LastProcessWatch<'a> {
     }
 
     /// Whether the staging buffers have no page that a forked child may need: the agent has copied
-    /// all pages, or serves the program no more.
+    /// all pages, or does not serve the program any longer.
     fn is_unneeded(&self) -> bool {
         let is_empty = |count: &AtomicU32| count.load(Ordering::Acquire) == 0;
         self.control.batches.iter().all(|batch| is_empty(&batch.count)) || self.is_detached()
     }
 
-    /// Whether the agent serves the program no more, or the agent and the keeper have ended.
+    /// Whether the agent no longer serves the program, or the agent and the keeper have ended.
     fn is_detached(&self) -> bool {
         let mut agent = libc::pollfd { fd: self.worker.socket, events: 0, revents: 0 };
         // SAFETY: the kernel writes to the one entry.

@@ -10,11 +10,11 @@ use crate::raw::{close, spawn, syscall};
 
 /// State of a worker that is starting.
 pub(super) const STARTING: u32 = 0;
-/// State of a worker that has confined itself. It has its own descriptors, so the program may close
-/// its copies.
+/// State of a worker that has confined itself and has its own descriptors, so that the program may
+/// close its copies.
 pub(super) const READY: u32 = 1;
 
-/// Result of a start for which the user has too many processes.
+/// Error of a start when the user has too many processes.
 const AGAIN: isize = -(libc::EAGAIN as isize);
 /// Size of the stack of the intermediate process, which only starts the worker.
 const INTERMEDIATE_STACK_BYTES: usize = STACK_BYTES / 2;

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use aquifer_arena::calls::{Answer, Call, Tenure};
 use aquifer_arena::{PageFaults, revoke};
-use aquifer_channel::answer_deadline::{AfterSilence, AnswerDeadline};
+use aquifer_channel::answer_deadline::{AnswerDeadline, TimeoutAction};
 use aquifer_channel::boot_time::BootInstant;
 use aquifer_channel::receive_frame;
 use parking_lot::{Condvar, Mutex};
@@ -251,12 +251,12 @@ impl AgentLink {
                 Err(rustix::io::Errno::INTR) => false,
                 Err(_) => true,
                 Ok(0) if BootInstant::now() < until => false,
-                Ok(0) => match deadline.note_silence(BootInstant::now()) {
-                    AfterSilence::GiveUp => true,
-                    AfterSilence::Ask => send(keep_alive, &Call::KeepAlive, &[]).is_err(),
+                Ok(0) => match deadline.handle_timeout(BootInstant::now()) {
+                    TimeoutAction::Expire => true,
+                    TimeoutAction::Query => send(keep_alive, &Call::KeepAlive, &[]).is_err(),
                 },
                 Ok(_) if sockets.iter().all(|socket| (socket.revents() - PollFlags::IN).is_empty()) => {
-                    deadline.note_answer();
+                    deadline.handle_answer();
                     receive_frame(keep_alive).is_err()
                 }
                 Ok(_) => true,

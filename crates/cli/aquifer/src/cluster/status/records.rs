@@ -1,4 +1,4 @@
-//! Reads what the directory and services of heaps know, within a limited time.
+//! Reads the records of the directory and of services of heaps within a limited time.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use super::super::{heap, key};
 use super::{HeapsStatus, LOCAL_TIMEOUT, REMOTE_TIMEOUT};
 use crate::state::StateDir;
 
-/// A thread that reads something. It is abandoned if it takes too long.
+/// A thread that reads a result. It is abandoned if it takes too long.
 pub(super) struct Reader<T> {
     received: Receiver<T>,
     deadline: Instant,
@@ -24,7 +24,7 @@ impl<T: Send + 'static> Reader<T> {
         Self::start_many(timeout, move |sender| drop(sender.send(read())))
     }
 
-    /// Starts to read something that comes in several parts.
+    /// Starts to read a result that arrives in several parts.
     fn start_many(timeout: Duration, read: impl FnOnce(Sender<T>) + Send + 'static) -> Self {
         let (sender, received) = channel();
         // Without a thread the sender is dropped, and there is no answer.
@@ -32,12 +32,12 @@ impl<T: Send + 'static> Reader<T> {
         Self { received, deadline: Instant::now() + timeout }
     }
 
-    /// The next part; `None` if there is none in time.
+    /// The next part; `None` after the timeout or the last part.
     pub(super) fn wait(&self) -> Option<T> {
         self.next().ok()
     }
 
-    /// The next part, if it is there already.
+    /// The next part, if it has arrived.
     pub(super) fn now(&self) -> Option<T> {
         self.received.try_recv().ok()
     }
@@ -56,7 +56,7 @@ pub(super) struct Records {
     pub agents: Vec<AgentRecord>,
 }
 
-/// A part of what is read.
+/// A part of the result.
 enum Part {
     Records(Result<Records, DirectoryError>),
     Heaps(u16, Vec<HeapReport>),
@@ -92,7 +92,7 @@ impl Records {
         Some(records)
     }
 
-    /// Whether the directory has nothing of a cluster.
+    /// Whether the directory has no record of a cluster.
     pub(super) fn is_empty(&self) -> bool {
         self.nodes.is_empty() && self.lives.is_empty() && self.heaps.is_empty() && self.agents.is_empty()
     }

@@ -10,9 +10,9 @@ use super::super::daemon::Daemon;
 use super::super::segment::{self, SegmentsStatus};
 use super::{DaemonStatus, HeapsStatus, NodeStatus, Status};
 
-/// Less shared memory than this is not shown: each process shares a little with the agent.
+/// Least shared memory that is shown: each process shares a little with the agent.
 const SHOWN_SHARED_BYTES_MIN: u64 = 1 << 20;
-/// What the words of runs mean.
+/// Explanations of the words about runs.
 const LEGEND: &str = "
 resident: in the program, of its limit; mempool: evicted, and still on this host;
 on memory nodes: allocated there, all replicas; faults: accesses for which a page was brought in
@@ -75,7 +75,7 @@ fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
     if has_runs { text.write_str(LEGEND) } else { Ok(()) }
 }
 
-/// Nodes that are no daemons here, and what all nodes have together.
+/// Writes the nodes that are no daemons here, and the totals of all nodes.
 fn write_nodes(text: &mut String, status: &Status) -> std::fmt::Result {
     let is_here = |node: &&NodeStatus| {
         status.daemons.iter().any(|daemon| daemon.name == Daemon::Node(node.id).to_string())
@@ -113,7 +113,7 @@ fn write_nodes(text: &mut String, status: &Status) -> std::fmt::Result {
     Ok(())
 }
 
-/// The time since a time in seconds since 1970, such as `45 s` or `3 min`.
+/// The time that has passed since `since_s`, in seconds since 1970, as text: `45 s` or `3 min`.
 fn time_since(since_s: u64) -> String {
     let now_s = std::time::UNIX_EPOCH.elapsed().map_or(since_s, |now| now.as_secs());
     let elapsed_s = now_s.saturating_sub(since_s);
@@ -125,7 +125,7 @@ fn time_since(since_s: u64) -> String {
     }
 }
 
-/// What a node lends, and has free.
+/// Writes how much memory a node lends, and how much of it is free.
 fn write_lent(text: &mut String, node: &NodeStatus) -> std::fmt::Result {
     write!(text, " lends {}", ByteSize(node.memory_bytes))?;
     if node.memory_bytes != node.memory_bytes_wanted {
@@ -174,7 +174,7 @@ fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> st
     writeln!(text)
 }
 
-/// A run with a swap device.
+/// Writes a run with a swap device.
 fn write_swapped(text: &mut String, run: &RunStatistics, device_bytes: u64) -> std::fmt::Result {
     writeln!(
         text,

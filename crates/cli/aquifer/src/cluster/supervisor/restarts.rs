@@ -1,6 +1,6 @@
 //! Restarts: decides which daemons the supervisor starts, and when.
 //!
-//! A state machine. Its inputs are the states of the daemons' locks, and the time since the start
+//! A state machine whose inputs are the states of the daemons' locks, and the time since the start
 //! of the supervisor.
 
 use std::collections::BTreeMap;
@@ -12,22 +12,22 @@ use super::super::daemon::Daemon;
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 /// Longest pause before a restart: each one doubles the pause.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
-/// Time after which a daemon that runs is not considered to fail repeatedly.
+/// Time after which the pause before the next restart of a running daemon is the shortest again.
 const STABLE_TIME: Duration = Duration::from_secs(60);
 
 /// State of a daemon's lock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LockState {
-    /// A process holds it.
+    /// A process holds the lock.
     Held {
         /// The process.
         pid: u32,
         /// True if `aquifer up`, the supervisor, or the agent before it has started the process.
         is_of_up: bool,
     },
-    /// No process holds it.
+    /// No process holds the lock.
     Free {
-        /// The last process that held it.
+        /// The last process that held the lock.
         pid: Option<u32>,
         /// True if that process was asked to stop.
         was_stopped: bool,
@@ -50,9 +50,9 @@ pub enum Change {
 enum Phase {
     /// The daemon does not run, and is not started unless a process other than `pid` has died.
     Stopped { pid: Option<u32> },
-    /// The daemon is to be started at a time.
+    /// The daemon is started at a time.
     Waiting { at: Duration },
-    /// The daemon has run since a time.
+    /// The daemon runs since a time.
     Running { pid: u32, is_of_up: bool, since: Duration },
 }
 
@@ -70,7 +70,8 @@ pub struct Restarts {
 }
 
 impl Restarts {
-    /// Restarts of these daemons. Those that do not run are restarted, unless they were stopped.
+    /// Creates the restarts of these daemons. Daemons that do not run are restarted, unless they
+    /// were stopped.
     pub fn new(daemons: impl IntoIterator<Item = Daemon>) -> Self {
         let new = DaemonRestarts { phase: Phase::Stopped { pid: None }, pause: PAUSE_MIN };
         Self { daemons: daemons.into_iter().map(|daemon| (daemon, new)).collect() }
@@ -100,7 +101,7 @@ impl Restarts {
             }
             (Phase::Waiting { .. }, LockState::Free { .. }) => None,
             (Phase::Stopped { pid: Some(known) }, LockState::Free { pid, .. }) if pid == Some(known) => None,
-            // Whatever has started it, such as systemd, may start it again.
+            // The process that has started the daemon, such as systemd, may restart it.
             (Phase::Running { is_of_up: false, .. }, LockState::Free { pid, .. }) => {
                 restarts.phase = Phase::Stopped { pid };
                 Some(Change::Stopped)
@@ -115,25 +116,25 @@ impl Restarts {
         }
     }
 
-    /// Notes that a daemon could not be started, and delays the next attempt.
+    /// Records that a daemon could not be started, and delays the next attempt.
     pub fn fail(&mut self, daemon: Daemon, now: Duration) {
         if let Some(restarts) = self.daemons.get_mut(&daemon) {
             restarts.wait(now);
         }
     }
 
-    /// The daemons that are to be started now, in the order in which they are started.
+    /// The daemons to start now, in this order.
     pub fn due(&self, now: Duration) -> Vec<Daemon> {
         self.starts().filter(|(_, at)| *at <= now).map(|(daemon, _)| daemon).collect()
     }
 
-    /// The time at which the next daemon is to be started, if one waits.
+    /// The time of the next start, if a daemon waits.
     pub fn next_start(&self) -> Option<Duration> {
         self.starts().map(|(_, at)| at).min()
     }
 
-    /// The daemons that wait, and when they are to be started. The others need the directory and
-    /// the keeper, so they are not started before these.
+    /// The waiting daemons, with the times of their starts. The others need the directory and the
+    /// keeper, so they are not started before these.
     fn starts(&self) -> impl Iterator<Item = (Daemon, Duration)> {
         let waiting = self.daemons.iter().filter_map(|(daemon, restarts)| match restarts.phase {
             Phase::Waiting { at } => Some((*daemon, at)),
@@ -177,7 +178,7 @@ mod tests {
         Some(Change::Died { pause: s(pause_s) })
     }
 
-    /// A cluster of one daemon, which runs.
+    /// The restarts of a cluster of one running daemon.
     fn running(daemon: Daemon) -> Restarts {
         let mut restarts = Restarts::new([daemon]);
         assert_eq!(restarts.observe(daemon, held(7), s(0)), None);
@@ -221,10 +222,10 @@ mod tests {
         assert_eq!(restarts.observe(NODE, STOPPED, s(1)), Some(Change::Stopped));
         assert_eq!(restarts.observe(NODE, STOPPED, s(2)), None);
         assert_eq!(restarts.next_start(), None);
-        // Something else starts it, and it dies while it is watched.
+        // Another process starts the daemon, and it dies while it is watched.
         restarts.observe(NODE, held(7), s(3));
         assert_eq!(restarts.observe(NODE, DIED, s(4)), died(1));
-        // Or it is stopped while it waits.
+        // The daemon is stopped while it waits.
         assert_eq!(restarts.observe(NODE, STOPPED, s(4)), Some(Change::Stopped));
         assert_eq!(restarts.next_start(), None);
     }

@@ -81,12 +81,12 @@ fn is_registered_recognises_registered_pages_and_changes_nothing() {
 #[test]
 fn pages_of_connect_back_requests_follow_the_canary_and_the_proof() {
     let canary = Canary { page: 100, number: 1, nonce: [0; 16] };
-    assert!(!canary.is_knock(99) && !canary.is_knock(100));
+    assert!(!canary.is_connect_back(99) && !canary.is_connect_back(100));
     let proofs: Vec<Canary> = canary.of_proof(2).unwrap().collect();
-    assert!(!canary.is_knock(proofs[0].page) && proofs[0].nonce != canary.nonce);
+    assert!(!canary.is_connect_back(proofs[0].page) && proofs[0].nonce != canary.nonce);
     let pages: Vec<u64> = proofs.iter().map(|proof| proof.page).collect();
-    assert_eq!(pages, [101, 109, 108, 107, 106, 105, 104], "all but those of two knocks");
+    assert_eq!(pages, [101, 109, 108, 107, 106, 105, 104], "all but those of two requests");
     assert!(pages.iter().all(|page| canary.pages().contains(page)));
-    assert!(canary.pages().skip(2).all(|page| canary.is_knock(page)));
-    assert!(!canary.is_knock(canary.pages().end) && !canary.is_knock(u64::MAX));
+    assert!(canary.pages().skip(2).all(|page| canary.is_connect_back(page)));
+    assert!(!canary.is_connect_back(canary.pages().end) && !canary.is_connect_back(u64::MAX));
 }

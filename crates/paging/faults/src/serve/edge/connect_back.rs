@@ -1,5 +1,5 @@
 //! Answers to connect-back requests of forked children that cannot reach the agent's socket: see
-//! [`aquifer_ipc::knock_page`].
+//! [`aquifer_ipc::connect_back_page`].
 
 use std::collections::HashSet;
 use std::io;
@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use aquifer_channel::socket::listen_at_name;
-use aquifer_ipc::{KNOCKS_MAX, SOCKET_NAME_BYTES, socket_address};
+use aquifer_ipc::{CONNECT_BACK_REQUESTS_MAX, SOCKET_NAME_BYTES, socket_address};
 use aquifer_pager::PAGE_BYTES;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ThreadNameSpaceType, move_into_thread_name_spaces};
@@ -17,7 +17,7 @@ use rustix::thread::{ThreadNameSpaceType, move_into_thread_name_spaces};
 use super::super::canary::new_nonce;
 use super::super::priority::{USUAL, set_niceness};
 use super::super::thread_search::ThreadSearch;
-use super::super::{KnockName, KnockSocket};
+use super::super::{ConnectBackName, ConnectBackSocket};
 use super::ProcessEdge;
 use crate::kernel::PageFault;
 
@@ -33,17 +33,19 @@ impl ProcessEdge {
     /// with the name and the secret of the socket.
     ///
     /// If that fails, the monitor fills the page with zeros, as any other page.
-    pub(super) fn answer_knock(&mut self, fault: PageFault) {
+    pub(super) fn answer_connect_back(&mut self, fault: PageFault) {
         // Each page is answered once: a program could empty the pages and send requests for ever,
         // and a thread that a signal interrupts reports its fault twice.
         let bit = 1 << (fault.page - self.canary().pages().start);
-        if self.knocks == KNOCKS_MAX || self.answered_knocks & bit != 0 {
+        if self.connect_back_requests == CONNECT_BACK_REQUESTS_MAX
+            || self.answered_connect_back_pages & bit != 0
+        {
             return;
         }
-        self.answered_knocks |= bit;
-        self.knocks += 1;
+        self.answered_connect_back_pages |= bit;
+        self.connect_back_requests += 1;
         match self.listen_for(fault.thread) {
-            Ok(KnockName { name, secret }) => {
+            Ok(ConnectBackName { name, secret }) => {
                 let mut page = [0; PAGE_BYTES];
                 let (first, rest) = page.split_at_mut(name.len());
                 first.copy_from_slice(&name);
@@ -60,27 +62,29 @@ impl ProcessEdge {
     ///
     /// Only hellos and requests for the device are served there, with the same proofs as at any
     /// socket of the agent. So a socket in the namespace of another program is harmless.
-    fn listen_for(&mut self, thread: u32) -> io::Result<KnockName> {
-        let knock = KnockName { name: new_nonce()?, secret: new_nonce()? };
+    fn listen_for(&mut self, thread: u32) -> io::Result<ConnectBackName> {
+        let connect_back = ConnectBackName { name: new_nonce()?, secret: new_nonce()? };
         let service = self.run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         let tenant = self.run.tenant();
         let user = self.program.user_at_fork.load(Relaxed);
-        let serve =
-            |listener| service.agent.serve_knock_socket(KnockSocket { tenant, user, knock, listener });
-        serve(listen_at_name(&socket_address(knock.name))?);
-        self.open_knocks.push(knock);
+        let serve = |listener| {
+            let socket = ConnectBackSocket { tenant, user, connect_back, listener };
+            service.agent.serve_connect_back_socket(socket);
+        };
+        serve(listen_at_name(&socket_address(connect_back.name))?);
+        self.open_connect_backs.push(connect_back);
         // Most children are in the agent's PID namespace. A second request means that the child is
         // not.
-        let search = self.thread_search(self.knocks > 1);
-        let skipped = (self.knocks - 1) * NAMESPACES_MAX;
-        let listeners = service.knock_turns.turn(tenant, SEARCH_TIME_MAX, move || {
-            listen_where_it_may_be(&search, thread, knock.name, skipped)
+        let search = self.thread_search(self.connect_back_requests > 1);
+        let skipped = (self.connect_back_requests - 1) * NAMESPACES_MAX;
+        let listeners = service.connect_back_turns.turn(tenant, SEARCH_TIME_MAX, move || {
+            listen_where_it_may_be(&search, thread, connect_back.name, skipped)
         });
         match listeners {
             Ok(listeners) => listeners.into_iter().for_each(serve),
             Err(error) => tracing::warn!(%error, "cannot search for a forked child in other namespaces"),
         }
-        Ok(knock)
+        Ok(connect_back)
     }
 
     /// Makes a search for a thread by its number in its own PID namespace.
@@ -98,9 +102,9 @@ impl ProcessEdge {
 
     /// Closes the sockets of all connect-back requests, because the process has attached its
     /// worker.
-    pub(super) fn end_knocks(&mut self) {
+    pub(super) fn end_connect_backs(&mut self) {
         if let Some(service) = self.run.service.upgrade() {
-            self.open_knocks.drain(..).for_each(|knock| service.agent.end_knock(&knock));
+            self.open_connect_backs.drain(..).for_each(|name| service.agent.end_connect_back(&name));
         }
     }
 }
@@ -122,7 +126,7 @@ fn listen_where_it_may_be(
     let places = found.into_iter().filter(|process| seen.insert(network_of(&process.to_string())));
     let places = places.take(NAMESPACES_MAX);
     let listen = |process| {
-        let failed = |error| tracing::debug!(%error, process, "cannot listen where a process is");
+        let failed = |error| tracing::debug!(%error, process, "cannot listen in a network namespace");
         listen_where(process, name).map_err(failed).ok()
     };
     places.filter_map(listen).collect()
@@ -142,6 +146,6 @@ fn listen_where(process: u32, name: [u8; SOCKET_NAME_BYTES]) -> io::Result<Owned
         move_into_thread_name_spaces(pidfd.as_fd(), ThreadNameSpaceType::NETWORK)?;
         listen_at_name(&socket_address(name))
     };
-    let thread = std::thread::Builder::new().name("knock".into()).spawn(listen)?;
+    let thread = std::thread::Builder::new().name("connect-back".into()).spawn(listen)?;
     thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread has panicked")))
 }

@@ -1,40 +1,43 @@
-//! How a forked child reaches the agent where the agent's socket has no name: after `chroot`, in
-//! another mount or network namespace, or in a user namespace in which the agent's user has no
-//! number.
+//! Connect-back requests: a forked child connects to the agent although the agent's socket has no
+//! name where the child is. That is so after `chroot`, in another mount or network namespace, or in
+//! a user namespace in which the agent's user has no number.
 //!
-//! The child tells the agent by a fault on its own memory to listen where the child is
-//! ([`aquifer_ipc::knock_page`]). The agent has that memory's userfaultfd since the fork, and no
-//! other process has, so that what is in the page needs no other proof. Who listens at the name
-//! proves to be the agent by the secret.
+//! The child faults on a page of its own memory to request that the agent listens in the child's
+//! network namespace ([`aquifer_ipc::connect_back_page`]). The contents of the page need no proof:
+//! only the agent has that memory's userfaultfd, since the fork. The listener at the name proves by
+//! the secret that it is the agent.
 
 use core::mem::{offset_of, zeroed};
 use core::ptr;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-use aquifer_ipc::{KNOCKS_MAX, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES, knock_page, socket_address};
+use aquifer_ipc::{
+    CONNECT_BACK_REQUESTS_MAX, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES, connect_back_page, socket_address,
+};
 
 use crate::raw::{close, syscall};
 
-/// Knocks for one connection.
+/// Maximum number of connect-back requests for one connection.
 const ATTEMPTS: usize = 8;
-/// Time in which the agent sends its secret. An agent that is stopped may take longer: then the
-/// child knocks once more.
+/// Timeout of the agent's secret. An agent that is stopped may take longer: then the child sends
+/// another request.
 const SECRET_TIMEOUT: libc::timeval = libc::timeval { tv_sec: 20, tv_usec: 0 };
-/// Value of [`LAST_PAGE`] if there is no knock whose socket may still be there.
+/// Value of [`LAST_PAGE`] if no request has a socket that may still be open.
 const NO_PAGE: usize = 0;
 
-/// The next knock of this process.
+/// The number of the next connect-back request of this process.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
-/// The address of the page with the name of the last socket that was the agent's.
+/// The address of the page with the name of the last socket at which the agent answered.
 static LAST_PAGE: AtomicUsize = AtomicUsize::new(NO_PAGE);
 
-/// Notes that this process is a new child, which has not knocked yet.
+/// Resets the state for a new child, which has sent no connect-back request yet.
 pub fn begin() {
     NEXT.store(0, Ordering::Relaxed);
     LAST_PAGE.store(NO_PAGE, Ordering::Relaxed);
 }
 
-/// Connects to the agent at the socket of a knock. Returns a positive errno if that fails.
+/// Connects to the agent at the socket of a connect-back request. Returns a positive errno if that
+/// fails.
 ///
 /// `canary` is the address of this child's canary.
 pub fn connect(canary: usize) -> Result<i32, isize> {
@@ -44,11 +47,11 @@ pub fn connect(canary: usize) -> Result<i32, isize> {
     };
     for _ in 0..ATTEMPTS {
         let number = NEXT.load(Ordering::Relaxed);
-        if result.is_ok() || number == KNOCKS_MAX {
+        if result.is_ok() || number == CONNECT_BACK_REQUESTS_MAX {
             break;
         }
         NEXT.store(number + 1, Ordering::Relaxed);
-        let page = canary + knock_page(number);
+        let page = canary + connect_back_page(number);
         result = enter(page);
         LAST_PAGE.store(if result.is_ok() { page } else { NO_PAGE }, Ordering::Relaxed);
     }
@@ -58,7 +61,7 @@ pub fn connect(canary: usize) -> Result<i32, isize> {
 /// Connects to the socket whose name is in a page, and checks that the agent listens there. The
 /// agent writes name and secret there when they are read.
 fn enter(page: usize) -> Result<i32, isize> {
-    // SAFETY: the pages for knocks belong to this library, and only the agent writes there.
+    // SAFETY: these pages belong to this library, and only the agent writes there.
     let (name, secret) =
         unsafe { ptr::read_volatile(page as *const ([u8; SOCKET_NAME_BYTES], [u8; SOCKET_SECRET_BYTES])) };
     if name == [0; SOCKET_NAME_BYTES] {
@@ -101,7 +104,7 @@ fn has_sent(socket: i32, secret: [u8; SOCKET_SECRET_BYTES]) -> bool {
             syscall(libc::SYS_recvfrom, [socket as usize, at, found.len(), libc::MSG_TRUNC as usize, 0, 0])
         }
     });
-    // What follows is waited for like at the agent's other sockets.
+    // Later packets have no timeout, as at the agent's other sockets.
     set_timeout(libc::timeval { tv_sec: 0, tv_usec: 0 });
     length == found.len() as isize && found == secret
 }
