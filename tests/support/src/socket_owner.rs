@@ -23,9 +23,9 @@ pub fn socket_owner(local: SocketAddr) -> Option<u32> {
     })
 }
 
-/// The inodes of the open sockets with a local address, from the text of `/proc/net/tcp`: its second
-/// column is the local address, and its tenth the inode. Connections that have been closed and wait
-/// may have the same address, and have the inode 0.
+/// The inodes of the open sockets with a local address, from the text of `/proc/net/tcp`: its
+/// second column is the local address, and its tenth the inode. Connections that have been closed
+/// and wait may have the same address, and have the inode 0.
 fn inodes(table: &str, local: SocketAddrV4) -> impl Iterator<Item = &str> {
     let address = format!("{:08X}:{:04X}", u32::from_ne_bytes(local.ip().octets()), local.port());
     let inode = move |line| {

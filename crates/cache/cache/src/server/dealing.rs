@@ -72,7 +72,7 @@ impl WorkerHandle {
     }
 
     /// Takes the connections that were handed to the worker since the previous call.
-    pub fn take_connections(&self) -> NewConnections {
+    pub fn drain_connections(&self) -> NewConnections {
         let mut count = [0; 8];
         // Only the worker reads the counter. A failure means that the count is 0.
         let _ = rustix::io::read(&self.waker, &mut count);

@@ -221,7 +221,7 @@ impl Worker {
 
     fn on_wake(&mut self) {
         let now_s = self.common.clock.now_s();
-        let new_connections = self.handle.take_connections();
+        let new_connections = self.handle.drain_connections();
         for accepted in new_connections.clients {
             self.open(accepted, now_s);
         }
