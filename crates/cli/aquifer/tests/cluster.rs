@@ -219,7 +219,7 @@ fn the_shared_socket_replaces_no_file_and_no_living_agent() {
     let shared = cluster.folder.path().join("shared.sock");
     std::fs::write(&shared, "a file").unwrap();
     let up = ["up", "--nodes=1", "--memory=16M", "--shared-socket", shared.to_str().unwrap()];
-    assert!(fail(&cluster.aquifer(&up), 1).contains("no socket"));
+    assert!(fail(&cluster.aquifer(&up), 1).contains("not a socket"));
     assert_eq!(std::fs::read_to_string(&shared).unwrap(), "a file");
     std::fs::remove_file(&shared).unwrap();
     succeed(&cluster.aquifer(&up));

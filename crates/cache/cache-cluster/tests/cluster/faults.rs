@@ -19,12 +19,24 @@ const LOST_ONE_IN: u64 = 12;
 pub struct Faults {
     state: AtomicU64,
     is_active: AtomicBool,
+    /// Whether the balancer gets no answers to its questions, so that it plans no moves.
+    is_balancer_cut_off: AtomicBool,
     pub lost: AtomicU64,
 }
 
 impl Faults {
     pub fn new(seed: u64) -> Self {
-        Self { state: AtomicU64::new(seed), is_active: AtomicBool::new(false), lost: AtomicU64::new(0) }
+        Self {
+            state: AtomicU64::new(seed),
+            is_active: AtomicBool::new(false),
+            is_balancer_cut_off: AtomicBool::new(false),
+            lost: AtomicU64::new(0),
+        }
+    }
+
+    /// Loses no messages but those of the balancer.
+    pub fn of_balancer() -> Self {
+        Self { is_balancer_cut_off: AtomicBool::new(true), ..Self::new(0) }
     }
 
     /// Sets whether messages are lost from now on.
@@ -46,7 +58,10 @@ impl Faults {
 
 impl Interference for Faults {
     fn loses_question(&self, ask: &Ask) -> bool {
-        !matches!(ask, Ask::Status) && self.loses()
+        match ask {
+            Ask::Status => self.is_balancer_cut_off.load(Ordering::SeqCst),
+            _ => self.loses(),
+        }
     }
 
     fn loses_answer(&self, ask: &Ask) -> bool {

@@ -17,7 +17,7 @@ use aquifer_directory::{
 
 use aquifer_tests_support::eventually::eventually;
 
-use crate::faults::unavailable;
+use crate::faults::{Faults, unavailable};
 use crate::harness::{Cluster, Kind};
 use crate::keeping::{KEYS, read_all, set_all, try_read_all};
 use crate::owners::ask;
@@ -76,15 +76,27 @@ fn wait_for_all(cluster: &Cluster) {
         .wait_until("all partitions have a server", |cluster| cluster.owners().iter().all(Option::is_some));
 }
 
+/// Moves partitions so that each server has as many.
+fn divide(cluster: &Cluster) {
+    for (partition, owner) in cluster.owners().into_iter().enumerate() {
+        let (owner, to) = (owner.unwrap(), partition % cluster.servers.len());
+        if owner != to {
+            eventually("a partition to move", || cluster.move_to(partition, owner, to).ok());
+        }
+    }
+}
+
 /// Ends all leases at once, as if the directory had been stopped for longer than they last.
 #[test]
 fn items_outlive_the_leases_of_all_servers() {
     for count in [1, 3] {
-        let mut cluster = Cluster::start(Kind::default(), 0);
+        // The items of a partition that is moving at that moment would be lost.
+        let mut cluster = Cluster::start_with(Kind::default(), 0, Some(Arc::new(Faults::of_balancer())));
         // The servers join again however slow the machine is.
         cluster.return_time = Duration::from_secs(600);
         (0..count).for_each(|_| cluster.add(Kind::default()));
         wait_for_all(&cluster);
+        divide(&cluster);
         let mut stream = BufReader::new(cluster.connect(0));
         set_all(&mut stream);
         let before = read_all(&mut stream);
