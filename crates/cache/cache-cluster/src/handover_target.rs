@@ -198,8 +198,8 @@ impl Member {
         state.holder.step(&Input::Message(handover.from, message), &mut Vec::new());
     }
 
-    /// Discards the copied bytes. Unless it was refused, the same hand-over can be prepared again:
-    /// its number is not used up before the source has written its intent.
+    /// Discards the copied bytes. Unless this server has refused it, a hand-over with this number
+    /// can be prepared again: a number is used up only when the source writes its intent.
     fn abandon(&self, handover: Handover) {
         let mut state = self.slots[handover.partition].lock();
         if state.incoming != Some(handover) {

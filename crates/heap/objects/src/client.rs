@@ -365,8 +365,8 @@ impl HeapClient {
         Ok(is_old)
     }
 
-    /// Replaces all pointers to an object by one that names its present block (§3.3). No other copy
-    /// of the old pointer may be used any more.
+    /// Replaces the pointer by one that names the object's present block (CoRM, section 3.3). No
+    /// copy of the old pointer may be used any more.
     ///
     /// # Errors
     /// If there is no such object, or the connection is broken.

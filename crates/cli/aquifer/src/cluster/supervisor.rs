@@ -1,9 +1,9 @@
 //! The supervisor of a cluster of `aquifer up`: restarts daemons that have died.
 //!
 //! `aquifer up`, a user, or an agent that starts its successor can start a daemon, too. So the
-//! supervisor acts on the state of the locks and not on its own record of started daemons. The
-//! second process of a daemon that is started twice nevertheless ends, because it cannot acquire
-//! the lock.
+//! supervisor acts on the state of the locks and not on its own record of started daemons. If a
+//! daemon is started twice nevertheless, the second process ends, because it cannot acquire the
+//! lock.
 
 mod restarts;
 
