@@ -38,7 +38,7 @@ impl Member {
             return Answer::Declined("the target does not know the source".to_owned());
         };
         if self.drains.load(Ordering::Relaxed) {
-            return Answer::Declined("the target drains".to_owned());
+            return Answer::Declined("the target is draining".to_owned());
         }
         let store = self.server().store();
         let Some(layout) = Layout::of_parts(offer.runs, offer.buckets) else {

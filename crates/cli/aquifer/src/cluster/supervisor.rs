@@ -40,7 +40,10 @@ const LOCKED_PAUSE: Duration = Duration::from_millis(200);
 pub fn supervise(state: &StateDir, mut stop: StopSignal, ready: impl FnOnce()) -> Result<(), Box<dyn Error>> {
     let Some(config) = ClusterConfig::load(state)?.filter(|config| !config.no_restart) else {
         let folder = state.path().display();
-        return Err(format!("no cluster in {folder} wants a supervisor: `aquifer up` starts one").into());
+        return Err(format!(
+            "no cluster in {folder} is configured with a supervisor: `aquifer up` starts one"
+        )
+        .into());
     };
     let mut supervisor = Supervisor::new(state, config);
     supervisor.check_locks();
