@@ -81,7 +81,7 @@ pub fn connect_with_timeout(path: &Path, timeout: Duration) -> io::Result<OwnedF
 /// counts as 1 ms.
 ///
 /// # Errors
-/// Those of the system calls.
+/// If a system call fails.
 pub fn set_timeout(socket: &OwnedFd, timeout: Option<Duration>) -> io::Result<()> {
     // For the kernel, zero is no limit.
     let timeout = timeout.map(|timeout| timeout.max(Duration::from_millis(1)));

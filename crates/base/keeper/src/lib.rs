@@ -6,9 +6,9 @@
 //! connects within the grace time, the keeper kills the programs, and closes each descriptor when
 //! the memory is gone, so that no program reads zeros.
 //!
-//! For a node, the keeper holds the memory that the node lends, and for a cache server that has
-//! ended its partitions. If no node of the same number, or no server of the cache, connects within
-//! the grace time, the memory is freed.
+//! For a node the keeper holds the memory that the node lends; for a service of heaps, the heaps;
+//! for a cache server that has ended in order, its partitions. If no node or service of the same
+//! number, or no server of the cache, connects within the grace time, the memory is freed.
 //!
 //! The keeper also logs the exit statuses of the daemons of a local cluster, because a killed
 //! daemon cannot.
@@ -55,8 +55,8 @@ pub use store::KeeperStore;
 
 /// Timeout of a poll, which is the longest delay of a request to stop or of a grace time's end.
 const TICK: Duration = Duration::from_millis(100);
-/// Most connections at once: those of the agent, its shadow, the next agent, nodes, and `aquifer
-/// up`.
+/// Most connections at once: those of the agent, its shadow, the next agent, nodes, services of
+/// heaps, cache servers, `aquifer up` and its supervisor.
 const CONNECTIONS_MAX: usize = 64;
 
 /// Time after which the share of a killed daemon goes to the next daemon, although the killed one
@@ -127,7 +127,7 @@ struct ShareState {
 }
 
 impl ShareOwner {
-    /// Whether the daemon has ended or was killed. For a process in another PID name space, whose
+    /// Whether the daemon has ended or was killed. For a process in another PID namespace, whose
     /// number is 0 here, only the end of its connection shows that.
     fn is_dead(&self) -> bool {
         if self.pid == 0 {

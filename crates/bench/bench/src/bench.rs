@@ -158,7 +158,7 @@ const ALL: [Bench<BenchArgs>; 11] = [
     },
     Bench {
         name: "migration",
-        about: "segments that move between two agents, and a map that is used meanwhile, by Figure 4 of RAMP",
+        about: "segments that move between two agents, and a map that is used meanwhile, by Figure 4 of RaMP",
         targets: migration::TARGETS,
         options: &[],
         run: migration::run,

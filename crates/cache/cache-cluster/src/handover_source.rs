@@ -139,7 +139,8 @@ impl Member {
             }
             if has_timed_out || is_target_gone || is_aborted {
                 drop(state);
-                // Without effect if the partition is the target's already: the next tick finds out.
+                // Without effect if the target may own the partition already: `resolve_all` finds
+                // the outcome.
                 self.run(partition, Input::Abort);
                 if !is_aborted {
                     tracing::warn!(partition, to = handover.to.host, "aborting a hand-over");

@@ -38,7 +38,7 @@ impl Member {
             return Answer::Declined("the target does not know the source".to_owned());
         };
         if self.drains.load(Ordering::Relaxed) {
-            return Answer::Declined("the target drains".to_owned());
+            return Answer::Declined("the target is draining".to_owned());
         }
         let store = self.server().store();
         let Some(layout) = Layout::of_parts(offer.runs, offer.buckets) else {
@@ -198,8 +198,8 @@ impl Member {
         state.holder.step(&Input::Message(handover.from, message), &mut Vec::new());
     }
 
-    /// Discards the copied bytes. Unless it was refused, the same hand-over can be prepared again:
-    /// its number is not used up before the source has written its intent.
+    /// Discards the copied bytes. Unless this server has refused it, a hand-over with this number
+    /// can be prepared again: a number is used up only when the source writes its intent.
     fn abandon(&self, handover: Handover) {
         let mut state = self.slots[handover.partition].lock();
         if state.incoming != Some(handover) {

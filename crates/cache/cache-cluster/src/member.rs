@@ -155,7 +155,8 @@ impl Member {
     /// Carries an output out. Returns the input that results from it.
     pub(crate) fn carry_out(&self, partition: usize, output: Output) -> Option<Input> {
         match output {
-            // Messages other than queries are sent as answers, or by `prepare` with an offer.
+            // Only queries are sent here. All other messages are sent by `prepare`, by `report`, or
+            // as answers.
             Output::Send(to, Message::Query(generation)) => {
                 let handover = Handover { partition, generation, attempt: 0, from: self.life(), to };
                 let server = self.server_of(to)?;

@@ -22,9 +22,9 @@ pub use executable::ExecutableError;
 use swap::SwapServer;
 pub use swap::{SwapOptions, serve_swap};
 
-/// Exit code if the program cannot be executed, as of `env`.
+/// Exit code if the program cannot be executed, the same as that of `env`.
 const EXIT_NOT_EXECUTABLE: i32 = 126;
-/// Exit code if there is no such program, as of `env`.
+/// Exit code if there is no such program, the same as that of `env`.
 const EXIT_NOT_FOUND: i32 = 127;
 /// File of the shim, in the folder of this binary.
 const SHIM: &str = "libaquifer_shim.so";

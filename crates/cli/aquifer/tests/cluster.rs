@@ -368,7 +368,7 @@ fn a_daemon_in_the_foreground_stops_cleanly_on_a_signal() {
         );
 
         let second = fail(&cluster.aquifer(&["directory"]), 1);
-        assert!(second.contains("runs already"), "{second}");
+        assert!(second.contains("is already running"), "{second}");
 
         end(i32::try_from(child.id()).unwrap(), signal);
         assert_eq!(child.wait().unwrap().code(), Some(0), "{signal:?}");

@@ -78,8 +78,8 @@ pub struct AgentOptions {
     pub segments: SegmentSettings,
     /// Time after the end of this host's lease for which other hosts do not recover it.
     ///
-    /// The keeper's grace time must not be longer: programs that wait longer than other hosts do
-    /// are ended when the next agent starts, because their memory was freed.
+    /// The keeper's grace time must not be longer. A program that is held for longer is ended when
+    /// the next agent starts, because another host has freed its memory.
     pub grace: Duration,
     /// The cluster key, for nodes on other machines.
     pub key: Option<ClusterKey>,
@@ -263,7 +263,7 @@ impl NodeConnector for HostServices {
 
 /// Serves programs until `stop`. Then it ends them with a message and frees all memory.
 ///
-/// If an earlier agent of this host was killed, this one resumes its programs. Then it waits for an
+/// If an earlier agent of this host was killed, this one resumes its programs, and waits for an
 /// unavailable directory as long as the programs wait for an agent.
 ///
 /// # Errors
@@ -477,8 +477,8 @@ fn start_services(
     Ok((service, sessions))
 }
 
-/// Returns the sessions of an earlier agent that can be restored. The keeper releases the others,
-/// which are all if `resumes` is false, because other hosts have freed their extents.
+/// Returns the sessions of an earlier agent that can be restored, and has the keeper release the
+/// others. If `resumes` is false, all are released: other hosts have freed their extents.
 fn restorable_sessions(
     kept: Vec<RestoredItem>,
     resumes: bool,

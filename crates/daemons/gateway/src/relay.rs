@@ -272,12 +272,13 @@ impl Relay {
                     .collect();
             messages::send(daemon, &record, &packet, &descriptors, SendFlags::empty())
         };
-        // From here on the queue receives no descriptors, so that the daemon can have the socket.
+        // If this succeeds, no descriptor can enter the queue any more, so the daemon may have the
+        // socket.
         let brings_userfaultfds = may_bring_userfaultfd_later(&packet);
         let is_safe = !brings_userfaultfds
             && refuse_descriptors(&socket)
             && user_socket::is_drained(&socket)
-            // The daemon receives no senders.
+            // The daemon does not read the sender of a packet.
             && set_socket_passcred(&socket, false).is_ok();
         if is_safe {
             // If the daemon has ended, so has the connection.

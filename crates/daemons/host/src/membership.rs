@@ -17,8 +17,8 @@ use crate::mutation::Mutation;
 use crate::node_updates::NodeUpdates;
 use crate::nodes::NodeRegistry;
 
-/// Lifetime of a host's lease without a keep-alive. Nodes fence the host when it ends, and its
-/// programs wait for the next agent, so it is not short.
+/// Lifetime of a host's lease without a keep-alive. Long, because at its end nodes fence the host,
+/// and the host's programs wait for the next agent.
 const LEASE_TTL: Duration = Duration::from_secs(15);
 /// Interval between keep-alives.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
@@ -263,8 +263,8 @@ pub fn renew(directory: &dyn Directory, lease: Lease) -> Renewal {
     }
 }
 
-/// Returns whether the next process of a host repeats the request that failed, to take over from
-/// the previous process. If so, pauses before it returns.
+/// Whether the next process of a host repeats a failed request by which it takes over from the
+/// previous process. Pauses before it returns true.
 #[must_use]
 pub fn wait_to_resume(retries: &DirectoryRetries, error: &DirectoryError) -> bool {
     let is_repeated = repeats_resume(retries, error, Instant::now());

@@ -51,9 +51,9 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Default size of the device as a multiple of the run's limit.
 const SIZE_PER_LIMIT: u64 = 8;
-/// Largest default size of the device as a multiple of the pool's free memory. With 1, the pool
-/// would be full before the device. With 2, the kernel keeps pages on the device that it has
-/// read back while the device is less than half full, and does not write them again.
+/// Largest default size of the device as a multiple of the pool's free memory. While the device is
+/// less than half full, the kernel keeps the copies of pages that it has read back, and need not
+/// write these pages again. With 2, that lasts until the pool is full.
 const SIZE_PER_FREE: u64 = 2;
 /// Smallest size of a device.
 const SIZE_BYTES_MIN: u64 = 1 << 20;

@@ -16,7 +16,7 @@ use crate::core::{Core, Cursor, Delta};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{DirectoryError, Watch};
 
-/// Interval at which the end of a lease is retried that could not be stored, in milliseconds.
+/// Interval, in milliseconds, between attempts to store the end of a lease.
 const EXPIRY_RETRY_MS: u64 = 1000;
 
 /// A store that makes deltas durable.

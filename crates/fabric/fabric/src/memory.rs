@@ -85,8 +85,8 @@ impl Memory {
         Self::map(fd, len, false)
     }
 
-    /// Empties the memory: its pages are freed, and an access by a process that has mapped it is
-    /// SIGBUS.
+    /// Empties the memory: its pages are freed, and an access by a process that has mapped it
+    /// raises SIGBUS.
     ///
     /// # Errors
     /// If the memory was not created as revocable, or has no descriptor.

@@ -26,7 +26,8 @@ use crate::shared::SharedPrograms;
 
 /// Usual lifetime of the lease without a keep-alive.
 pub const LEASE_TTL: Duration = Duration::from_secs(5);
-/// Interval of maintenance: compaction, keep-alive of the lease, and reconnecting to the keeper.
+/// Interval of compaction, of reconnecting to the keeper, and of checks whether a keep-alive of the
+/// lease is due.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval at which a request to stop is polled.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);

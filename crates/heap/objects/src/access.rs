@@ -53,7 +53,7 @@ fn no_service(node: Option<u16>) -> String {
     }
 }
 
-/// The address of a heap service, and a ticket for it; as JSON in the agent's answer.
+/// The address of a service of heaps, and a ticket for it; as JSON in the agent's answer.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeapAccess {
     /// The number of the service's node.

@@ -52,7 +52,7 @@ pub enum ClientError {
     Connection(#[from] WorkError),
     /// The service did not answer in time. The outcome of the request is unknown.
     #[error(
-        "the heap service did not answer within {} s; whether the request was carried out is unknown",
+        "the service of heaps did not answer within {} s; whether the request was carried out is unknown",
         REQUEST_TIMEOUT.as_secs()
     )]
     Timeout,
@@ -60,7 +60,7 @@ pub enum ClientError {
     #[error(transparent)]
     Access(#[from] AccessError),
     /// The answer is not valid, or not one to this request.
-    #[error("the heap service gave an invalid answer: it is of another build")]
+    #[error("the service of heaps gave an invalid answer: it is of another build")]
     Answer,
     /// The endpoint cannot be used for a heap.
     #[error("cannot prepare the connection to a heap: {0}")]
@@ -365,8 +365,8 @@ impl HeapClient {
         Ok(is_old)
     }
 
-    /// Replaces all pointers to an object by one that names its present block (§3.3). No other copy
-    /// of the old pointer may be used any more.
+    /// Replaces the pointer by one that names the object's present block (CoRM, section 3.3). No
+    /// copy of the old pointer may be used any more.
     ///
     /// # Errors
     /// If there is no such object, or the connection is broken.

@@ -1,7 +1,8 @@
-//! The heap service: answers the requests of clients.
+//! The service of heaps: answers the requests of clients.
 //!
 //! Each heap has a lock, and its requests are answered in the threads of the target. Direct reads
-//! need no lock and no thread of the service.
+//! take no lock of a heap: over TCP a thread of the target serves them, over RDMA the device, and a
+//! program of the same machine reads the memory itself.
 
 mod budget;
 mod closing;
@@ -130,7 +131,8 @@ pub struct HeapShare {
 }
 
 impl HeapShare {
-    /// Whether the heap was closed, so that the program's memory is empty.
+    /// Whether the heap was closed. Its memory is then truncated, so an access by the program
+    /// raises SIGBUS.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.heap.strong_count() == 0

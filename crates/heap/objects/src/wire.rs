@@ -1,4 +1,4 @@
-//! Requests of clients to the heap service, and its answers: one message each.
+//! Requests of clients to the service of heaps, and its answers: one message each.
 //!
 //! The format is in `docs/formats/objects.md`.
 

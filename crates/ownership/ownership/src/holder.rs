@@ -225,8 +225,8 @@ impl Holder {
             (Message::NotReceived(refused), Holding::Sent { to, generation })
                 if to == from && refused == generation =>
             {
-                // A target that has received the segment and forgotten that has confirmed it. Then
-                // this transaction fails.
+                // If the target received the segment and no longer knows it, it has confirmed it
+                // before. Then this transaction fails.
                 let because = Retraction::Refused;
                 out.push(Output::Write(Change::Retract { owner: self.own, generation, because }));
             }

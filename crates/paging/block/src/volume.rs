@@ -60,7 +60,7 @@ pub(crate) struct VolumeState {
     /// Blocks that are not acknowledged yet, numbered in the order in which they were sealed.
     unwritten: Vec<(u64, BlockId)>,
     next_sealed: u64,
-    /// The time since when the pool is full, and its last error.
+    /// The time since which the pool has been full, and its last error.
     pool_full: Option<(Instant, String)>,
     /// A node is away and may return: writes wait without a timeout.
     is_awaiting_node: bool,
@@ -88,9 +88,9 @@ impl Drop for PageReference<'_> {
 }
 
 impl BlockVolume {
-    /// Creates a volume of zeros. `budget` sets its share of the mempool. A write that finds no
-    /// room for `room_timeout` fails. Only with a timeout of zero, a write does not wait for a node
-    /// that is away.
+    /// Creates a volume of zeros. `budget` sets its share of the mempool. A write fails if it finds
+    /// no room for `room_timeout`. While a node is away, a write waits without a timeout, unless
+    /// `room_timeout` is zero.
     ///
     /// # Errors
     /// If there is no memory for its tables.

@@ -56,7 +56,7 @@ const MEMPOOL: usize = 0;
 enum PostReadiness {
     Open,
     Full,
-    /// The attempt has failed and the node was dropped, so the slab has other replicas now.
+    /// A node could not be reached and was dropped, so the set of the slab's replicas has changed.
     NodeGone,
 }
 

@@ -28,8 +28,8 @@ pub use absorb::SealedBlock;
 /// evict (see [`PageWord::held`]).
 const VISITS_PER_PAGE: usize = 8;
 
-/// A page *returned soon* if at most 1/`SOON_DIVISOR` of the number of held pages has left since
-/// the page left.
+/// A page *returned soon* if the number of pages that left since it left is at most
+/// 1/`SOON_DIVISOR` of the number of held pages.
 const SOON_DIVISOR: u64 = 2;
 
 pub use recovery::{RecoveredVolume, finish_move};
@@ -224,8 +224,8 @@ impl Volume {
     /// them to `out`.
     ///
     /// Pages for which `pinned` returns true stay. `out` is sorted by page number, so that
-    /// neighbours leave together and return together. Pages that are shared with a relative are
-    /// picked only if `include_inherited`.
+    /// neighbours leave together and return together. Pages that are shared with a parent
+    /// or a child process are picked only if `include_inherited`.
     pub fn pick_victims(
         &mut self,
         max: usize,

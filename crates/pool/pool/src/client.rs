@@ -404,7 +404,8 @@ impl PoolClient {
         assert!(extents.iter().all(|extent| extent.node == id), "all are on node {id}");
         let host = self.host;
         let outcomes = self.with_node(id, |node| {
-            // No chunk has this number, so that an address outside of the region is not allocated.
+            // An address outside of the region becomes a number that no chunk has, so its free ends
+            // with `NotAllocated`.
             let chunk = |node: &ClientNode, addr| node.chunk_of(addr).unwrap_or(u32::MAX);
             let grant = |extent: &Extent| Grant {
                 chunk: chunk(node, extent.addr),

@@ -3,9 +3,9 @@
 //!
 //! A host can own memory without any process of the host having recorded it: an agent was killed
 //! between the CAS and its own record, or a connection was abandoned while operations were in
-//! flight. No other host may allocate that memory, and no part of this host frees it. Such a node
-//! is *suspect*, and a *leak scan* compares what the node's words say is owned by this host with
-//! all *ledgers*. What no ledger names is freed (U1 to U4 of `docs/formats/pool.md`).
+//! flight. No other host may allocate that memory, and no part of this host frees it. A node that
+//! may have such memory is *suspect*: a *leak scan* compares what its words record for this host
+//! with all *ledgers*. What no ledger names is freed (U1 to U4 of `docs/formats/pool.md`).
 //!
 //! All clients of the host continue meanwhile. The scan waits for a grace period, that is, until
 //! all operations have ended that had begun when the node's words were read. Before that it drains

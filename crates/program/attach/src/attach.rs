@@ -108,7 +108,7 @@ fn pin(address: usize) {
     }
 }
 
-/// Reports to the agent that forked children may not get all memory.
+/// Reports to the agent that forked children possibly do not inherit all memory.
 pub fn report_fork_advice() {
     attach_if_forked();
     let control = CONTROL.load(Ordering::Acquire);
@@ -155,9 +155,9 @@ fn map_wiped_on_fork(bytes: usize) -> usize {
     address
 }
 
-/// Gives the kernel an advice about a mapping of this library. The agent does not page the mapping.
+/// Gives the kernel advice about a mapping of this library. The agent does not page the mapping.
 pub fn advise(address: usize, length: usize, advice: i32) {
-    // SAFETY: the advice changes only the memory of forked children.
+    // SAFETY: these kinds of advice change only core dumps and the memory of forked children.
     unsafe {
         crate::raw::syscall(libc::SYS_madvise, [address, length, advice as usize, 0, 0, 0]);
     }
@@ -384,8 +384,8 @@ fn connect(is_child: bool) -> i32 {
 enum Unreachable {
     /// A system call failed with this errno.
     Failed(isize),
-    /// Neither its own user nor root listens there: the listener would get all memory of the
-    /// program.
+    /// Neither root nor the program's own user listens there: the listener would get all memory of
+    /// the program.
     OtherUser,
 }
 

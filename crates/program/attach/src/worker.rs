@@ -262,9 +262,9 @@ impl PageMover for WorkerMemory<'_> {
         occupied.iter_mut().zip(present).for_each(|(is_occupied, present)| *is_occupied = present & 1 == 1);
     }
 
-    /// Moves all pages but that of the word that the worker reads, whether the page is pinned or
-    /// not: the program can overwrite its pins, and the agent would wait for a worker that waits
-    /// for the agent.
+    /// Moves the pages before the one with the word that the worker reads. That page stays, whether
+    /// it is pinned or not: the program can overwrite its pins, and the agent would wait for a
+    /// worker that waits for the agent.
     fn move_out(&mut self, address: usize, index: usize, pages: usize) -> (usize, isize) {
         let pages = match (self.worker.thread_word as usize & !(PAGE - 1)).checked_sub(address) {
             Some(offset) if offset < pages * PAGE => offset / PAGE,

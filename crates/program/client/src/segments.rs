@@ -1,5 +1,5 @@
 //! Segments: memory at fixed addresses that moves to another process with the data structures in
-//! it (RAMP).
+//! it (RaMP).
 //!
 //! A process of a user has a name. Other processes of the user, on this host or on another one of
 //! the cluster, hand segments over to that name. Pointers within a segment stay valid. The owner

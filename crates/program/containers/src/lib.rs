@@ -1,5 +1,5 @@
 //! Containers in segments: maps, vectors and texts that move between processes, with all of their
-//! contents, by one message (RAMP §2).
+//! contents, by one message (RaMP §2).
 //!
 //! A segment with containers has an allocator, a root, and a description of the root's type. All
 //! three are in the segment, so another process can continue to use them.

@@ -1,5 +1,5 @@
 //! The addresses of segments: the same in each process of a tenant, so that pointers within a
-//! segment stay valid when it moves (RAMP §3).
+//! segment stay valid when it moves (RaMP §3).
 //!
 //! - [`Arena`] is the range of addresses, reserved without access.
 //! - [`Mapping`] is a segment in it. A mapping is *armed* while pages are missing: a thread that

@@ -121,7 +121,7 @@ pub struct Synced {
     pub nodes: Vec<u16>,
     /// The number of copies on other machines: only these survive the loss of this machine.
     pub elsewhere: usize,
-    /// Bytes of the segment that were written to the node that needed most.
+    /// Most bytes of the segment that were written to one node.
     pub written_bytes: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Segments: memory that moves from process to process with the data structures in it, after RAMP
+//! Segments: memory that moves from process to process with the data structures in it, after RaMP
 //! (Memon et al., *RaMP: A Lightweight RDMA Abstraction for Loosely Coupled Applications*, 2018).
 //!
 //! [`aquifer_ownership`] decides which host owns a segment, and [`pulling`] from which copy the

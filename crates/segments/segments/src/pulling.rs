@@ -1,4 +1,4 @@
-//! How the pages of a segment follow their owner, on touch and ahead of it (RAMP §3.2).
+//! How the pages of a segment follow their owner, on touch and ahead of it (RaMP §3.2).
 //!
 //! Each host through which a segment has passed has a copy of it. A page is *present* in the copy
 //! of a host that has allocated the segment or has pulled the page. The newest copy in which a page

@@ -214,7 +214,7 @@ impl ClusterConfig {
     /// Writes the configuration to the state folder.
     ///
     /// # Errors
-    /// Those of the system.
+    /// If a system call fails.
     pub fn save(&self, state: &StateDir) -> Result<(), ClusterConfigError> {
         let path = state.cluster_config();
         let text = serde_json::to_string_pretty(self).expect("the configuration can be written as JSON");

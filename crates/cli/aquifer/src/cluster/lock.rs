@@ -109,7 +109,7 @@ impl FileLock {
     /// Returns `None` if another running process holds the lock.
     ///
     /// # Errors
-    /// Those of the system.
+    /// If a system call fails.
     pub fn try_acquire(path: &Path) -> io::Result<Option<Self>> {
         let mut file = open(path)?;
         let begun = Instant::now();
@@ -145,7 +145,7 @@ impl FileLock {
     /// Watches whether the file is deleted, alone or with its folder.
     ///
     /// # Errors
-    /// Those of the system, such as at the user's limit of inotify instances.
+    /// If a system call fails, such as at the user's limit of inotify instances.
     pub fn watch(&self) -> io::Result<LockWatch> {
         let events = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
         // Not by its path, where another file may be now. An unlinked file that is open reports
@@ -159,7 +159,7 @@ impl FileLock {
     /// process.
     ///
     /// # Errors
-    /// Those of the system.
+    /// If a system call fails.
     pub fn acquire(path: &Path, waiting: impl FnOnce()) -> io::Result<Self> {
         let file = open(path)?;
         match file.try_lock() {
@@ -176,7 +176,7 @@ impl FileLock {
     /// Locks the file; returns `None` if it is locked.
     ///
     /// # Errors
-    /// Those of the system.
+    /// If a system call fails.
     pub fn acquire_if_free(path: &Path) -> io::Result<Option<Self>> {
         let file = open(path)?;
         match file.try_lock() {
@@ -212,7 +212,7 @@ fn is_held(file: &File) -> io::Result<bool> {
 /// The running process that holds the lock of a file; `None` if there is none.
 ///
 /// # Errors
-/// Those of the system, and if the holder has not written its number.
+/// If a system call fails, or if the holder has not written its number.
 pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
     let mut file = match OpenOptions::new().read(true).open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -256,7 +256,7 @@ pub struct LockRecord {
 /// Reads the record of a lock file's last process; `None` if no process has locked it.
 ///
 /// # Errors
-/// Those of the system.
+/// If a system call fails.
 pub fn last_record(path: &Path) -> io::Result<Option<LockRecord>> {
     match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

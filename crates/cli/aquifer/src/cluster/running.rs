@@ -44,7 +44,7 @@ pub struct ForeignDaemons {
 /// waits for that process.
 ///
 /// # Errors
-/// Those of the system.
+/// If a system call fails.
 pub fn lock_cluster(state: &StateDir, waiting: impl FnOnce()) -> io::Result<FileLock> {
     FileLock::acquire(&state.lock(CLUSTER_LOCK), || {
         crate::say::say_error!(
@@ -59,7 +59,7 @@ pub fn lock_cluster(state: &StateDir, waiting: impl FnOnce()) -> io::Result<File
 /// Acquires the cluster's lock; `None` if another process holds it.
 ///
 /// # Errors
-/// Those of the system.
+/// If a system call fails.
 pub fn try_lock_cluster(state: &StateDir) -> io::Result<Option<FileLock>> {
     FileLock::acquire_if_free(&state.lock(CLUSTER_LOCK))
 }

@@ -134,7 +134,7 @@ fn run(
     let lock =
         FileLock::try_acquire(&path).map_err(|error| format!("cannot lock {}: {error}", path.display()))?;
     let Some(lock) = lock else {
-        return Err(format!("{daemon} runs already in {}", state.path().display()).into());
+        return Err(format!("{daemon} is already running in {}", state.path().display()).into());
     };
     log_to_stderr();
     raise_descriptor_limit();

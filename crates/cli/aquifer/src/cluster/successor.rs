@@ -52,7 +52,7 @@ fn start() -> io::Result<u32> {
 /// the keeper ends no program.
 ///
 /// # Errors
-/// Those of the system calls.
+/// If a system call fails.
 pub fn await_end(process: i32) -> io::Result<()> {
     let Some(Ok(pidfd)) = Pid::from_raw(process).map(|pid| pidfd_open(pid, PidfdFlags::empty())) else {
         // There is no such process.

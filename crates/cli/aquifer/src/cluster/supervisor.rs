@@ -1,9 +1,9 @@
 //! The supervisor of a cluster of `aquifer up`: restarts daemons that have died.
 //!
 //! `aquifer up`, a user, or an agent that starts its successor can start a daemon, too. So the
-//! supervisor acts on the state of the locks and not on its own record of started daemons. The
-//! second process of a daemon that is started twice nevertheless ends, because it cannot acquire
-//! the lock.
+//! supervisor acts on the state of the locks and not on its own record of started daemons. If a
+//! daemon is started twice nevertheless, the second process ends, because it cannot acquire the
+//! lock.
 
 mod restarts;
 
@@ -40,7 +40,10 @@ const LOCKED_PAUSE: Duration = Duration::from_millis(200);
 pub fn supervise(state: &StateDir, mut stop: StopSignal, ready: impl FnOnce()) -> Result<(), Box<dyn Error>> {
     let Some(config) = ClusterConfig::load(state)?.filter(|config| !config.no_restart) else {
         let folder = state.path().display();
-        return Err(format!("no cluster in {folder} wants a supervisor: `aquifer up` starts one").into());
+        return Err(format!(
+            "no cluster in {folder} is configured with a supervisor: `aquifer up` starts one"
+        )
+        .into());
     };
     let mut supervisor = Supervisor::new(state, config);
     supervisor.check_locks();

@@ -89,7 +89,7 @@ fn check_start(
     arguments: &UpArguments,
 ) -> Result<(), Box<dyn std::error::Error>> {
     check_memory(config, missing)?;
-    // The agent of a useless cluster would hide the agent that serves all users.
+    // An agent that can serve no program would hide the agent that serves all users.
     if missing.contains(&Daemon::Agent)
         && !arguments.without_runs
         && let Err(error) = aquifer_agent::can_serve_programs()

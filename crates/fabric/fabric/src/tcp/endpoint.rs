@@ -38,7 +38,7 @@ use crate::work::{
 
 /// Size of the input buffer, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
-/// The last 1/`TIMEOUT_GRACE_DIVISOR` of an operation's timeout is counted from when this process
+/// The last 1/`TIMEOUT_GRACE_DIVISOR` of an operation's timeout begins only when this process has
 /// observed the end of the rest. So a process that was suspended (SIGSTOP, a paused VM) receives
 /// answers that arrived meanwhile before it reports a timeout.
 const TIMEOUT_GRACE_DIVISOR: u32 = 10;
@@ -89,7 +89,7 @@ pub struct TcpEndpoint {
     reconnecting: Option<BackgroundTask<ReconnectReply>>,
     /// Number of messages that had been taken when the connection broke.
     taken_at_break: u64,
-    /// The time from which the timeout of the oldest answer counts.
+    /// The time from which the timeout of the answer to the oldest operation counts.
     since: Instant,
     /// Whether only the grace part of the timeout is left. It began at `since`.
     is_in_grace: bool,
@@ -331,12 +331,12 @@ impl TcpEndpoint {
         }
     }
 
-    /// Starts the timeout of the oldest answer.
+    /// Starts the timeout of the answer to the oldest operation.
     fn await_answer(&mut self) {
         (self.since, self.is_in_grace) = (Instant::now(), false);
     }
 
-    /// Breaks the endpoint if the oldest answer did not arrive in time.
+    /// Breaks the endpoint if the answer to the oldest operation did not arrive in time.
     fn check_time(&mut self) {
         let operation_time = self.options.operation_time;
         let grace = operation_time / TIMEOUT_GRACE_DIVISOR;

@@ -238,7 +238,7 @@ impl TcpSession {
             }
             wire::WRITE if len <= limits.transfer_bytes_max => {
                 self.next = ParserState::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
-                // Mostly all bytes have arrived, and the key is checked only once.
+                // Usually all bytes have arrived, and the key is checked only once.
                 return Ok(self.write_some(rest, out));
             }
             wire::SWAP => self.next = ParserState::Word(request),

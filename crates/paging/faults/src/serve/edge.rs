@@ -57,7 +57,8 @@ pub(crate) struct ProcessEdge {
     attachment: Option<Attachment>,
     started: Instant,
     is_loss_reported: bool,
-    /// The time from which the worker of a program whose process has ended completes no command.
+    /// The time since which the worker of a program whose process has ended has completed no
+    /// command.
     stalled_since: Cell<Option<Instant>>,
     core_follower: CoreFollower,
     journal: Journal,

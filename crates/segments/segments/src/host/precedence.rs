@@ -1,5 +1,5 @@
 //! The precedence of pages for which threads wait over pages that are pulled ahead of the program
-//! (§3.3, Fig. 4 of RAMP).
+//! (§3.3, Fig. 4 of RaMP).
 
 use std::time::{Duration, Instant};
 

@@ -75,7 +75,7 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
             }
         }
         Ok(Call::KeepAlive) => {
-            // A process without an answer revokes its own access to the segments in time.
+            // A process that gets no answer in time revokes its own access to the segments.
             while host.is_member()
                 && answer(socket, &Answer::Done)
                 && matches!(next_call(socket), Some((Ok(Call::KeepAlive), _)))
@@ -89,7 +89,7 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
     }
 }
 
-/// Answers a call of `aquifer segment`, whose process is not open.
+/// Answers a call on a connection without an open process, such as that of `aquifer segment`.
 fn operate(host: &SegmentHost, tenant: u32, call: Call) -> Result<Answer, SegmentError> {
     let own = rustix::process::geteuid().as_raw();
     let may_see = |user: u32| user == tenant || tenant == 0 || tenant == own;

@@ -157,8 +157,8 @@ impl SegmentHost {
         self.lease.lasts()
     }
 
-    /// Waits until the faults of a segment are served whose process has just received it, at most
-    /// for [`ARMING_TIMEOUT`].
+    /// Waits, for at most [`ARMING_TIMEOUT`], until the faults of a segment that a process has just
+    /// received are served.
     pub(super) fn wait_until_armed(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         let mut entry = entry.lock();
@@ -345,8 +345,8 @@ impl SegmentHost {
         let _late = changed.wait_while_for(&mut entry, must_wait, CONFIRM_TIMEOUT);
     }
 
-    /// Hands a segment over for which a hand-over is prepared. The program must not have access any
-    /// more.
+    /// Hands over a segment for which a hand-over is prepared. The program must have lost its
+    /// access.
     ///
     /// # Errors
     /// [`SegmentError::Declined`]: the segment is still owned here. [`SegmentError::Unknown`]: it
@@ -365,8 +365,8 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Whether `tenure` is the current tenure of a segment, or its last one on this host, and is of
-    /// the given process.
+    /// Whether `tenure` is the present or the last tenure of a segment on this host, and belongs to
+    /// `process`.
     #[must_use]
     pub fn is_tenure(&self, segment: SegmentKey, process: &str, tenure: Tenure) -> bool {
         let entry = self.shared.segments.get(segment);

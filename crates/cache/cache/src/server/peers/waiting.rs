@@ -129,8 +129,8 @@ impl ForwardingState {
         Self { waiting: None, policy: WaitPolicy::new(timeout) }
     }
 
-    /// Notes the end of a frame. Returns whether the connection can continue: it has waited for
-    /// this frame, and waits for no other.
+    /// Notes the end of a frame. Returns whether the connection can continue: it was waiting for
+    /// this frame and for no other.
     pub fn note_end(&mut self, number: u64, ended: FrameEnd) -> bool {
         match &mut self.waiting {
             Some(Waiting::Group(group)) if group.frame == number => {
