@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crate::socket_owner::socket_owner;
+use crate::socket_owner::has_socket;
 
 /// Most pieces that one direction of a connection queues; more wait in the socket of the sender.
 const PIECES_MAX: usize = 64;
@@ -41,6 +41,8 @@ struct RelayState {
 #[derive(Debug)]
 struct Connection {
     pair: [TcpStream; 2],
+    /// The address of the process that has opened it.
+    from: SocketAddr,
     /// Whether the process that has opened the connection is cut off.
     is_cut_off: bool,
 }
@@ -115,10 +117,14 @@ impl TcpRelay {
     /// Stops forwarding for the connections of one process, those that it opens later too, or with
     /// `None` for no process. Connections are not closed.
     pub fn cut_off(&self, pid: Option<u32>) {
-        let mut state = self.shared.lock();
-        state.cut_off = pid;
-        for connection in state.open.values_mut() {
-            connection.is_cut_off = is_of(&connection.pair[0], pid);
+        let open: Vec<(u64, SocketAddr)> = {
+            let mut state = self.shared.lock();
+            state.cut_off = pid;
+            state.open.iter().map(|(id, connection)| (*id, connection.from)).collect()
+        };
+        // Without the lock, which all connections need.
+        for (id, from) in open {
+            self.shared.apply_cut_off(id, from);
         }
         self.shared.changed.notify_all();
     }
@@ -168,11 +174,26 @@ impl RelayShared {
         }
         let id = state.next;
         state.next += 1;
-        let is_cut_off = is_of(&pair[0], state.cut_off);
-        state.open.insert(id, Connection { pair, is_cut_off });
+        let address = from.peer_addr()?;
+        state.open.insert(id, Connection { pair, from: address, is_cut_off: false });
         drop(state);
+        self.apply_cut_off(id, address);
         self.forward(id, from.try_clone()?, onward.try_clone()?)?;
         self.forward(id, onward, from)
+    }
+
+    /// Finds out whether a connection is of the process that is cut off. The search takes time, and
+    /// only a test that cuts a process off pays for it.
+    fn apply_cut_off(&self, id: u64, from: SocketAddr) {
+        let cut_off = self.lock().cut_off;
+        let is_cut_off = cut_off.is_some_and(|pid| has_socket(pid, from));
+        let mut state = self.lock();
+        // Otherwise the thread that has changed it does this.
+        if state.cut_off == cut_off
+            && let Some(connection) = state.open.get_mut(&id)
+        {
+            connection.is_cut_off = is_cut_off;
+        }
     }
 
     /// Forwards one direction by two threads: one receives, and one sends after the delay.
@@ -230,12 +251,6 @@ fn receive(shared: &RelayShared, mut source: TcpStream, pieces: &SyncSender<(Ins
             return;
         }
     }
-}
-
-/// Whether a connection was opened by this process. The search takes time, and only a test that
-/// cuts a process off pays for it.
-fn is_of(from: &TcpStream, pid: Option<u32>) -> bool {
-    pid.is_some() && from.peer_addr().is_ok_and(|address| socket_owner(address) == pid)
 }
 
 fn shut(pair: &[TcpStream; 2]) {

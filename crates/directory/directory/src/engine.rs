@@ -19,6 +19,10 @@ use crate::{DirectoryError, Watch};
 /// Interval, in milliseconds, between attempts to store the end of a lease.
 const EXPIRY_RETRY_MS: u64 = 1000;
 
+/// Longest time, in milliseconds, by which leases get older while a change is stored. No keep-alive
+/// is handled meanwhile.
+const COMMIT_MS_MAX: u64 = 100;
+
 /// A store that makes deltas durable.
 pub(crate) trait DeltaStore: Send + Debug {
     /// Makes the delta durable. After an error, the store may or may not have it.
@@ -50,6 +54,8 @@ struct EngineState {
     has_failed: bool,
     /// Time before which the ends of leases are not retried, after one could not be stored.
     expires_again_ms: u64,
+    /// Time of slow commits, which the leases do not count.
+    stalled_ms: u64,
 }
 
 impl EngineState {
@@ -76,7 +82,13 @@ pub(crate) struct Engine {
 impl Engine {
     pub(crate) fn new(core: Core, store: Box<dyn DeltaStore>, clock: Arc<dyn Clock>) -> Self {
         Self {
-            state: Mutex::new(EngineState { core, store, has_failed: false, expires_again_ms: 0 }),
+            state: Mutex::new(EngineState {
+                core,
+                store,
+                has_failed: false,
+                expires_again_ms: 0,
+                stalled_ms: 0,
+            }),
             changed: Condvar::new(),
             clock,
         }
@@ -97,7 +109,7 @@ impl Engine {
         let (mut state, now_ms) = self.lock_current();
         let (outcome, delta) = state.core.plan_transaction(transaction)?;
         if let Some(delta) = delta {
-            state.commit(&delta, now_ms)?;
+            self.commit(&mut state, &delta, now_ms)?;
             self.changed.notify_all();
         }
         Ok(outcome)
@@ -106,7 +118,7 @@ impl Engine {
     pub(crate) fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
         let (mut state, now_ms) = self.lock_current();
         let (lease, delta) = state.core.plan_grant(saturating_ms(ttl))?;
-        state.commit(&delta, now_ms)?;
+        self.commit(&mut state, &delta, now_ms)?;
         // Waiting watches must take the new deadline into account.
         self.changed.notify_all();
         Ok(lease)
@@ -120,7 +132,7 @@ impl Engine {
     pub(crate) fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError> {
         let (mut state, now_ms) = self.lock_current();
         let delta = state.core.plan_end(id)?;
-        state.commit(&delta, now_ms)?;
+        self.commit(&mut state, &delta, now_ms)?;
         self.changed.notify_all();
         Ok(())
     }
@@ -146,6 +158,16 @@ impl Engine {
         Ok(EngineWatch { engine: Arc::clone(self), cursor, is_cancelled: Arc::default() })
     }
 
+    /// Stores and applies a change. Leases get older by at most [`COMMIT_MS_MAX`] meanwhile, because
+    /// their keep-alives wait.
+    fn commit(&self, state: &mut EngineState, delta: &Delta, now_ms: u64) -> Result<(), DirectoryError> {
+        let began_ms = self.clock.now_ms();
+        let result = state.commit(delta, now_ms);
+        let took_ms = self.clock.now_ms().saturating_sub(began_ms);
+        state.stalled_ms += took_ms.saturating_sub(COMMIT_MS_MAX);
+        result
+    }
+
     /// Locks the state, after ending the leases whose time is up. Also returns the time.
     fn lock_current(&self) -> (MutexGuard<'_, EngineState>, u64) {
         let state = self.state.lock();
@@ -160,12 +182,12 @@ impl Engine {
         &self,
         mut state: MutexGuard<'a, EngineState>,
     ) -> (MutexGuard<'a, EngineState>, u64) {
-        let now_ms = self.clock.now_ms();
+        let now_ms = self.clock.now_ms().saturating_sub(state.stalled_ms);
         let mut has_ended = false;
         while now_ms >= state.expires_again_ms
             && let Some(delta) = state.core.plan_expiry(now_ms)
         {
-            if let Err(error) = state.commit(&delta, now_ms) {
+            if let Err(error) = self.commit(&mut state, &delta, now_ms) {
                 tracing::error!(%error, "the end of a lease cannot be stored");
                 state.expires_again_ms = now_ms + EXPIRY_RETRY_MS;
                 break;
@@ -278,8 +300,40 @@ mod tests {
         }
     }
 
+    /// A store on a slow disk.
+    #[derive(Debug)]
+    struct SlowStore {
+        clock: Arc<ManualClock>,
+        commit_time: Duration,
+    }
+
+    impl DeltaStore for SlowStore {
+        fn commit(&mut self, _: &Delta) -> Result<(), DirectoryError> {
+            self.clock.advance(self.commit_time);
+            Ok(())
+        }
+
+        fn reset(&mut self, _: &Core) -> Result<(), DirectoryError> {
+            Ok(())
+        }
+    }
+
     fn put(key: &str) -> Transaction {
         Transaction { compares: Vec::new(), operations: vec![KeyOperation::put(key, b"x", None)] }
+    }
+
+    #[test]
+    fn a_slow_disk_ends_no_lease() {
+        let clock = Arc::new(ManualClock::default());
+        let store = SlowStore { clock: Arc::clone(&clock), commit_time: Duration::from_secs(10) };
+        let engine = Engine::new(Core::new(), Box::new(store), Arc::clone(&clock) as Arc<dyn Clock>);
+        let lease = engine.lease_grant(Duration::from_secs(3)).unwrap();
+        for _ in 0..100 {
+            engine.transaction(&put("a")).unwrap();
+            engine.lease_keep_alive(lease.id).unwrap();
+        }
+        clock.advance(Duration::from_secs(4));
+        assert!(engine.lease_keep_alive(lease.id).is_err(), "time without commits counts");
     }
 
     #[test]
