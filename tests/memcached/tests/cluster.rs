@@ -131,7 +131,7 @@ fn operators_see_and_move_partitions() {
     let (is_well, moved) = text(&["move", "5", "2"]);
     assert!(is_well && moved.contains("has partition 5 already"), "{moved}");
     let (is_well, refused) = text(&["move", "5", "1"]);
-    assert!(!is_well && refused.contains("drains"), "{refused}");
+    assert!(!is_well && refused.contains("is draining"), "{refused}");
     let (is_well, undone) = text(&["drain", "1", "--undo"]);
     assert!(is_well, "{undone}");
     let (is_well, moved) = text(&["move", "5", "1"]);

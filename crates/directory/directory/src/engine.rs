@@ -158,8 +158,8 @@ impl Engine {
         Ok(EngineWatch { engine: Arc::clone(self), cursor, is_cancelled: Arc::default() })
     }
 
-    /// Stores and applies a change. Leases get older by at most [`COMMIT_MS_MAX`] meanwhile, because
-    /// their keep-alives wait.
+    /// Stores and applies a change. Leases get older by at most [`COMMIT_MS_MAX`] meanwhile,
+    /// because their keep-alives wait.
     fn commit(&self, state: &mut EngineState, delta: &Delta, now_ms: u64) -> Result<(), DirectoryError> {
         let began_ms = self.clock.now_ms();
         let result = state.commit(delta, now_ms);

@@ -230,8 +230,10 @@ fn a_heap_that_reads_keep_filling_is_closed() {
     };
     // A heap that a program fills now and then stays open.
     for _ in 0..20 {
-        fill(&share);
-        assert!(allocated_bytes(&share) >= MEMORY_BYTES);
+        // The kernel frees pages that were only read when other processes need memory.
+        while allocated_bytes(&share) < MEMORY_BYTES {
+            fill(&share);
+        }
         maintain_next();
         assert!(service.memory_bytes().0 >= MEMORY_BYTES / 2, "what was filled counts, up to the limit");
         maintain_next();
