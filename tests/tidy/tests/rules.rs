@@ -11,12 +11,13 @@ const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Extensions of text.
 const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: code without system calls, clock, threads and random numbers.
-const PURE: [&str; 40] = [
+const PURE: [&str; 41] = [
     "crates/base/ipc/src/",
     "crates/cache/cache-cluster/src/placement.rs",
     "crates/cache/cache/src/commands/",
     "crates/cache/cache/src/protocol/",
     "crates/cache/cache/src/store/index.rs",
+    "crates/cache/cache/src/store/runs.rs",
     "crates/cli/aquifer/src/cluster/supervisor/",
     "crates/daemons/host/src/nodes/away.rs",
     "crates/daemons/host/src/nodes/view.rs",

@@ -265,11 +265,8 @@ impl KeeperServer {
                 left.push((*share_id, owner.connection));
             }
         }
-        for (share_id, number) in left {
-            self.remove_owner(share_id, number);
-            // Requests of the connection concern no share any more.
-            let expelled = self.connections.iter_mut().find(|connection| connection.number == number);
-            expelled.into_iter().for_each(|connection| connection.share = None);
+        for (share_id, connection) in left {
+            self.remove_owner(share_id, connection);
         }
     }
 
@@ -351,7 +348,13 @@ impl KeeperServer {
                 }
             }
             Ok((Frame::Release(kind, id), _)) if is_owner(KeeperShare::of(kind, id)) => {
-                if let Some(share) = share.and_then(|share| self.shares.get_mut(&share)) {
+                // The next daemon has received the items of one that has ended, and decides on
+                // them. An item that the ended one has sent is still held.
+                let is_replaced = |share: &ShareState| {
+                    share.owner.as_ref().is_some_and(|owner| owner.connection != connection.number)
+                };
+                let share = share.and_then(|share| self.shares.get_mut(&share));
+                if let Some(share) = share.filter(|share| !is_replaced(share)) {
                     share.items.remove(kind, id);
                 }
             }

@@ -9,8 +9,9 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::HeldKind;
+use aquifer_uffd::{UFFDIO_ZEROPAGE, uffdio_range, uffdio_zeropage};
 use rustix::io::Errno;
-use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
+use rustix::ioctl::{Opcode, Updater, ioctl};
 
 use super::share_items::ShareItems;
 
@@ -62,26 +63,17 @@ impl OrphanWatch {
     }
 }
 
-/// `struct uffdio_zeropage`.
-#[repr(C)]
-struct ZeroPage {
-    start: u64,
-    len: u64,
-    mode: u64,
-    filled: i64,
-}
-
-/// `UFFDIO_ZEROPAGE`.
-const ZERO_PAGE: Opcode = opcode::read_write::<ZeroPage>(0xaa, 4);
+#[expect(clippy::cast_possible_truncation, reason = "numbers of requests have 32 bits")]
+const ZERO_PAGE: Opcode = UFFDIO_ZEROPAGE as Opcode;
 
 /// Whether the memory of a userfaultfd is gone.
 ///
 /// A fill at the second page does nothing, and reports whether there is a memory: an area is only
 /// registered if it is large, and below `vm.mmap_min_addr` no program has one.
 fn is_memory_gone(uffd: impl AsFd) -> bool {
-    let mut fill = ZeroPage { start: 4096, len: 4096, mode: 0, filled: 0 };
-    // SAFETY: UFFDIO_ZEROPAGE reads and writes one `struct uffdio_zeropage`, of the size in the
-    // opcode, and changes no registered memory.
-    let filled = unsafe { ioctl(uffd, Updater::<ZERO_PAGE, ZeroPage>::new(&mut fill)) };
+    let mut fill = uffdio_zeropage { range: uffdio_range { start: 4096, len: 4096 }, mode: 0, zeropage: 0 };
+    // SAFETY: UFFDIO_ZEROPAGE reads and writes one `struct uffdio_zeropage`, and changes no
+    // registered memory.
+    let filled = unsafe { ioctl(uffd, Updater::<ZERO_PAGE, uffdio_zeropage>::new(&mut fill)) };
     filled == Err(Errno::SRCH)
 }

@@ -4,7 +4,7 @@
 //! when the keeper has released the item.
 
 use std::io::{PipeReader, Read, pipe};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -133,11 +133,9 @@ fn items_of_an_absent_daemon_are_released_after_the_grace_time() {
     assert_eq!(keeper.connect(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
 }
 
-/// A process that shares its descriptors, such as its shadow, may be stopped.
-#[test]
-fn a_daemon_that_has_ended_is_absent_although_its_connection_is_open() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let keeper = TestKeeper::start(folder.path(), Duration::from_millis(1));
+/// Starts a process that claims a share and ends. Returns its connection, which stays open, as in a
+/// shadow that is stopped.
+fn claim_and_end(keeper: &TestKeeper, share: KeeperShare) -> OwnedFd {
     let socket = frame_socket().expect("a socket");
     rustix::io::fcntl_setfd(&socket, FdFlags::empty()).expect("it is open");
     // The peer of the keeper is the process that connects.
@@ -148,11 +146,35 @@ fn a_daemon_that_has_ended_is_absent_although_its_connection_is_open() {
     );
     let connected = Command::new("python3").args(["-c", &connect]).status().expect("python3 is installed");
     assert!(connected.success());
-    send_frame(&socket, &Frame::Claim(KeeperShare::Node(1)), &[]).expect("the keeper listens");
+    send_frame(&socket, &Frame::Claim(share), &[]).expect("the keeper listens");
+    socket
+}
+
+#[test]
+fn a_daemon_that_has_ended_is_absent_although_its_connection_is_open() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keeper = TestKeeper::start(folder.path(), Duration::from_millis(1));
+    let socket = claim_and_end(&keeper, KeeperShare::Node(1));
     let (reader, writer) = pipe().expect("a pipe");
     send_frame(&socket, &Frame::Hold(item(HeldKind::Node, 1)), &[writer.as_fd()]).expect("it listens");
     drop(writer);
     await_release(reader);
+}
+
+#[test]
+fn a_daemon_that_has_ended_releases_nothing_of_the_next_one() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
+    let socket = claim_and_end(&keeper, KeeperShare::Node(1));
+    let (next, _) = keeper.connect(KeeperShare::Node(1));
+    let _held = hold(&next, HeldKind::Node, 1);
+    synchronise(&keeper);
+    send_frame(&socket, &Frame::Release(HeldKind::Node, 1), &[]).expect("it listens");
+    send_frame(&socket, &Frame::Sync, &[]).expect("it listens");
+    // The answer to the claim may be before the answer to this.
+    while !matches!(receive_frame(&socket).expect("it answers").0, Frame::Sync) {}
+    drop(next);
+    assert_eq!(keeper.connect(KeeperShare::Node(1)).1, [(HeldKind::Node, 1)]);
 }
 
 #[test]

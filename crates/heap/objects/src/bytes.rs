@@ -96,9 +96,10 @@ impl HeapBytes {
     }
 
     /// Registers the blocks of each size for READ, with the keys that they had before, if any.
+    /// Appends their regions to `regions`.
     ///
     /// # Errors
-    /// If the target refuses.
+    /// If the target refuses; then `regions` has what was registered before.
     pub fn register(
         &self,
         target: &dyn Target,
@@ -121,14 +122,22 @@ impl HeapBytes {
     }
 
     /// Registers the memory as it is for READ, for a target that cannot translate addresses.
-    /// Returns the regions of the bytes of objects and of the names. Their pages stay from now on.
+    /// Appends the regions of the bytes of objects and of the names to `regions`. Their pages stay
+    /// from now on.
     ///
     /// # Errors
-    /// If the target refuses.
-    pub fn register_raw(&mut self, target: &dyn Target, scope: Scope) -> Result<[Region; 2], TargetError> {
+    /// If the target refuses; then `regions` has what was registered before.
+    pub fn register_raw(
+        &mut self,
+        target: &dyn Target,
+        scope: Scope,
+        regions: &mut Vec<Region>,
+    ) -> Result<(), TargetError> {
         self.is_pinned = true;
-        let register = |memory: &Arc<Memory>| target.register(Arc::clone(memory), Access::READ, scope);
-        Ok([register(&self.data)?, register(&self.names)?])
+        for memory in [&self.data, &self.names] {
+            regions.push(target.register(Arc::clone(memory), Access::READ, scope)?);
+        }
+        Ok(())
     }
 
     /// Bytes of memory that the objects take, and bytes that the names and records take.

@@ -291,9 +291,9 @@ impl HeapService {
         heap.ledger.words.register(target, scope, keys, &mut registered.regions)?;
         if let Some(devices) = self.devices.get() {
             let target = devices.target.upgrade().ok_or(OpenHeapError::Ended)?;
-            let regions = heap.ledger.words.register_raw(&*target, scope)?;
-            heap.raw_regions = Some(regions.each_ref().map(|region| self.block_region(heap, region)));
-            registered.on_device = regions.into();
+            heap.ledger.words.register_raw(&*target, scope, &mut registered.on_device)?;
+            let [data, names] = &registered.on_device[..] else { unreachable!("both were registered") };
+            heap.raw_regions = Some([data, names].map(|region| self.block_region(heap, region)));
         }
         heap.regions = registered.regions.iter().map(|region| self.block_region(heap, region)).collect();
         self.keep(tenant, heap).map_err(OpenHeapError::NotKept)

@@ -1,7 +1,9 @@
 //! A hostile client: random requests with real, changed and invented pointers, and with any
 //! lengths, while an honest client of another user works in the same service.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
@@ -9,13 +11,17 @@ use aquifer_fabric::{Admission, ClusterKey, Limits, Memory, Target, Tenant};
 use aquifer_objects::class::ClassId;
 use aquifer_objects::header::ObjectNumber;
 use aquifer_objects::pointer::Pointer;
-use aquifer_objects::service::{HeapService, HeapShare, MESSAGE_BYTES_MAX, OPERATOR, TICKET_SERVICE};
+use aquifer_objects::service::{
+    HeapKeeper, HeapRecord, HeapService, HeapShare, MESSAGE_BYTES_MAX, OPERATOR, TICKET_SERVICE,
+};
 use aquifer_objects::wire::{Answer, Refused, Request, VERSION};
 
 const HOSTILE: Tenant = Tenant(666);
 const HONEST: Tenant = Tenant(1000);
 const MEMORY_BYTES: u64 = 64 << 20;
 const REQUESTS: u64 = 60_000;
+/// Regions of a target, for four heaps.
+const REGIONS_MAX: usize = 64;
 /// The class of objects of 40,000 bytes.
 const LARGE_CLASS: ClassId = ClassId(67);
 
@@ -43,16 +49,56 @@ impl Random {
     }
 }
 
-fn service() -> (Arc<TcpTarget>, HeapService) {
+fn target() -> Arc<TcpTarget> {
     let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
     let admission = Admission::Tickets(TICKET_SERVICE);
-    let options = TcpOptions { limits, regions_max: 64, admission, ..TcpOptions::default() };
+    let options = TcpOptions { limits, regions_max: REGIONS_MAX, admission, ..TcpOptions::default() };
     let key = ClusterKey([5; 32]);
     let address = "127.0.0.1:0".parse().expect("an address");
-    let target = Arc::new(TcpTarget::listen(address, &key, options).expect("there is a port"));
+    Arc::new(TcpTarget::listen(address, &key, options).expect("there is a port"))
+}
+
+fn service() -> (Arc<TcpTarget>, HeapService) {
+    let target = target();
     let service = HeapService::new(3, MEMORY_BYTES, None, None);
     service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
     (target, service)
+}
+
+/// A keeper that refuses heaps as long as it is full.
+#[derive(Clone, Debug, Default)]
+struct FullKeeper(Arc<AtomicBool>);
+
+impl HeapKeeper for FullKeeper {
+    fn hold(&self, _: &HeapRecord, _: [BorrowedFd<'_>; 3]) -> Result<(), String> {
+        if self.0.load(Ordering::Relaxed) { Err("the keeper is full".to_owned()) } else { Ok(()) }
+    }
+
+    fn release(&self, _: u16) {}
+}
+
+/// A program can try to open a heap again and again.
+#[test]
+fn heaps_that_cannot_be_opened_use_nothing_up() {
+    for is_by_device in [false, true] {
+        let (target, device) = (target(), target());
+        let keeper = FullKeeper::default();
+        let service = HeapService::new(3, MEMORY_BYTES, None, Some(Box::new(keeper.clone())));
+        if is_by_device {
+            service.serve_by_devices(&(Arc::clone(&device) as Arc<dyn Target>), MEMORY_BYTES);
+        }
+        service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
+        keeper.0.store(true, Ordering::Relaxed);
+        for _ in 0..REGIONS_MAX {
+            let refused = ask(&service, HOSTILE, &Request::Open);
+            assert!(matches!(Answer::decode(&refused), Some(Answer::Refused(_))));
+            service.maintain();
+        }
+        keeper.0.store(false, Ordering::Relaxed);
+        ask(&service, HONEST, &Request::Open);
+        let allocated = ask(&service, HONEST, &Request::Allocate { bytes: 100 });
+        assert!(pointer_in(&allocated).is_some(), "{:?}", Answer::decode(&allocated));
+    }
 }
 
 /// The answer to a request.
@@ -231,9 +277,11 @@ fn a_heap_that_reads_keep_filling_is_closed() {
     // A heap that a program fills now and then stays open.
     for _ in 0..20 {
         // The kernel frees pages that were only read when other processes need memory.
-        while allocated_bytes(&share) < MEMORY_BYTES {
+        let fill_again = |_| {
             fill(&share);
-        }
+            allocated_bytes(&share) >= MEMORY_BYTES
+        };
+        assert!((0..100).any(fill_again));
         maintain_next();
         assert!(service.memory_bytes().0 >= MEMORY_BYTES / 2, "what was filled counts, up to the limit");
         maintain_next();
