@@ -58,6 +58,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// Most connections at once: those of the agent, its shadow, the next agent, nodes, services of
 /// heaps, cache servers, `aquifer up` and its supervisor.
 const CONNECTIONS_MAX: usize = 64;
+/// Most frames of one connection that are handled before those of others. More frames than its
+/// socket buffers, so that none of a daemon that has ended remain.
+const FRAMES_MAX: usize = 4096;
 
 /// Time after which the share of a killed daemon goes to the next daemon, although the killed one
 /// has not ended. A hostile program can make the kernel wait in a thread of the daemon, so that
@@ -209,6 +212,16 @@ fn accept_own_user(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
     Ok(Some((socket, peer.pid)))
 }
 
+/// Answers a daemon. Returns false if the daemon has not ended and does not receive the answer.
+/// What a daemon has sent before its end still counts.
+fn answer(socket: &OwnedFd, frame: &Frame) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset};
+    match send_frame(socket, frame, &[]) {
+        Ok(()) => true,
+        Err(error) => matches!(error.kind(), BrokenPipe | ConnectionReset),
+    }
+}
+
 impl KeeperServer {
     /// Waits for input for at most a tick, handles it, and releases the shares that are due.
     fn poll_once(&mut self, listener: &OwnedFd) -> io::Result<()> {
@@ -315,11 +328,17 @@ impl KeeperServer {
         }
     }
 
-    /// Handles one frame of each connection that has one, and removes closed connections.
+    /// Handles the frames of all connections, and removes closed connections.
+    ///
+    /// All frames of an older connection come first, so that what a daemon has sent before its end
+    /// precedes the claim of the next one.
     fn receive(&mut self) {
         for mut connection in std::mem::take(&mut self.connections) {
-            let is_silent = !wait_readable(&[&connection.socket], Duration::ZERO).unwrap_or(true);
-            if is_silent || self.handle_frame(&mut connection) {
+            let is_open = (0..FRAMES_MAX).all(|_| {
+                let is_silent = !wait_readable(&[&connection.socket], Duration::ZERO).unwrap_or(true);
+                is_silent || self.handle_frame(&mut connection)
+            });
+            if is_open {
                 self.connections.push(connection);
             } else if let Some(share) = connection.share {
                 self.remove_owner(share, connection.number);
@@ -330,7 +349,12 @@ impl KeeperServer {
     /// Handles one frame. Returns false if the connection is closed.
     fn handle_frame(&mut self, connection: &mut DaemonConnection) -> bool {
         let DaemonConnection { socket, pid, share, .. } = &*connection;
-        let is_owner = |of: Option<KeeperShare>| of.is_some() && of == *share;
+        // The next daemon has received the items of one that has ended, and decides on them.
+        let is_replaced = |share: &KeeperShare| {
+            let owner = self.shares.get(share).and_then(|share| share.owner.as_ref());
+            owner.is_some_and(|owner| owner.connection != connection.number)
+        };
+        let is_owner = |of: Option<KeeperShare>| of.is_some_and(|of| Some(of) == *share && !is_replaced(&of));
         match receive_frame(socket) {
             Ok((Frame::Hold(item), fds))
                 if is_owner(KeeperShare::of(item.kind, item.id))
@@ -344,17 +368,11 @@ impl KeeperServer {
                         "the keeper holds {limit} items, which is its limit: end some programs or sessions \
                          first"
                     );
-                    return send_frame(socket, &Frame::HoldRefused { kind, id, reason }, &[]).is_ok();
+                    return answer(socket, &Frame::HoldRefused { kind, id, reason });
                 }
             }
             Ok((Frame::Release(kind, id), _)) if is_owner(KeeperShare::of(kind, id)) => {
-                // The next daemon has received the items of one that has ended, and decides on
-                // them. An item that the ended one has sent is still held.
-                let is_replaced = |share: &ShareState| {
-                    share.owner.as_ref().is_some_and(|owner| owner.connection != connection.number)
-                };
-                let share = share.and_then(|share| self.shares.get_mut(&share));
-                if let Some(share) = share.filter(|share| !is_replaced(share)) {
+                if let Some(share) = share.and_then(|share| self.shares.get_mut(&share)) {
                     share.items.remove(kind, id);
                 }
             }
@@ -366,7 +384,7 @@ impl KeeperServer {
                     self.exits.watch(name, pid, pidfd);
                 }
             }
-            Ok((Frame::Sync, _)) => return send_frame(socket, &Frame::Sync, &[]).is_ok(),
+            Ok((Frame::Sync, _)) => return answer(socket, &Frame::Sync),
             Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Ok((frame, _)) => {
                 tracing::warn!(pid, ?frame, "ignored a frame that is not for a keeper or not from the owner");

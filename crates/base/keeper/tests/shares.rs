@@ -13,10 +13,12 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use aquifer_channel::socket::listen_at;
 use aquifer_channel::{connect, frame_socket, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{CLAIM_TIMEOUT, ITEMS_MAX, KeeperClient, KeeperOptions, KeeperStore, serve};
 use rustix::io::FdFlags;
+use rustix::net::{Shutdown, shutdown};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 const LONG_GRACE: Duration = Duration::from_secs(1000);
@@ -33,14 +35,12 @@ impl TestKeeper {
     }
 
     fn start_with(folder: &Path, grace: Duration, items_max: usize) -> Self {
-        let socket = folder.join("keeper");
-        let options = KeeperOptions {
-            socket: socket.clone(),
-            grace,
-            listener: None,
-            items_max,
-            when_unused: Arc::default(),
-        };
+        Self::start_at(folder.join("keeper"), None, grace, items_max)
+    }
+
+    fn start_at(socket: PathBuf, listener: Option<OwnedFd>, grace: Duration, items_max: usize) -> Self {
+        let options =
+            KeeperOptions { socket: socket.clone(), grace, listener, items_max, when_unused: Arc::default() };
         let stop = Arc::new(AtomicBool::new(false));
         let keeper_stop = Arc::clone(&stop);
         let (sender, receiver) = mpsc::channel();
@@ -135,14 +135,14 @@ fn items_of_an_absent_daemon_are_released_after_the_grace_time() {
 
 /// Starts a process that claims a share and ends. Returns its connection, which stays open, as in a
 /// shadow that is stopped.
-fn claim_and_end(keeper: &TestKeeper, share: KeeperShare) -> OwnedFd {
+fn claim_and_end(keeper: &Path, share: KeeperShare) -> OwnedFd {
     let socket = frame_socket().expect("a socket");
     rustix::io::fcntl_setfd(&socket, FdFlags::empty()).expect("it is open");
     // The peer of the keeper is the process that connects.
     let connect = format!(
         "import socket; socket.socket(fileno={}).connect('{}')",
         socket.as_raw_fd(),
-        keeper.socket.display()
+        keeper.display()
     );
     let connected = Command::new("python3").args(["-c", &connect]).status().expect("python3 is installed");
     assert!(connected.success());
@@ -154,7 +154,7 @@ fn claim_and_end(keeper: &TestKeeper, share: KeeperShare) -> OwnedFd {
 fn a_daemon_that_has_ended_is_absent_although_its_connection_is_open() {
     let folder = tempfile::tempdir().expect("a folder");
     let keeper = TestKeeper::start(folder.path(), Duration::from_millis(1));
-    let socket = claim_and_end(&keeper, KeeperShare::Node(1));
+    let socket = claim_and_end(&keeper.socket, KeeperShare::Node(1));
     let (reader, writer) = pipe().expect("a pipe");
     send_frame(&socket, &Frame::Hold(item(HeldKind::Node, 1)), &[writer.as_fd()]).expect("it listens");
     drop(writer);
@@ -162,19 +162,43 @@ fn a_daemon_that_has_ended_is_absent_although_its_connection_is_open() {
 }
 
 #[test]
-fn a_daemon_that_has_ended_releases_nothing_of_the_next_one() {
+fn a_daemon_that_has_ended_changes_nothing_of_the_next_one() {
     let folder = tempfile::tempdir().expect("a folder");
     let keeper = TestKeeper::start(folder.path(), LONG_GRACE);
-    let socket = claim_and_end(&keeper, KeeperShare::Node(1));
+    let socket = claim_and_end(&keeper.socket, KeeperShare::Node(1));
     let (next, _) = keeper.connect(KeeperShare::Node(1));
     let _held = hold(&next, HeldKind::Node, 1);
     synchronise(&keeper);
+    let (reader, writer) = pipe().expect("a pipe");
     send_frame(&socket, &Frame::Release(HeldKind::Node, 1), &[]).expect("it listens");
-    send_frame(&socket, &Frame::Sync, &[]).expect("it listens");
-    // The answer to the claim may be before the answer to this.
-    while !matches!(receive_frame(&socket).expect("it answers").0, Frame::Sync) {}
+    send_frame(&socket, &Frame::Hold(item(HeldKind::Node, 1)), &[writer.as_fd()]).expect("it listens");
+    drop(writer);
+    await_release(reader);
     drop(next);
     assert_eq!(keeper.connect(KeeperShare::Node(1)).1, [(HeldKind::Node, 1)]);
+}
+
+/// All is sent before the keeper runs, as if it was stopped in between.
+#[test]
+fn what_a_daemon_has_sent_precedes_the_claim_of_the_next_one() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("keeper");
+    let listener = listen_at(&path, 0o600).expect("a socket");
+    let ended = claim_and_end(&path, KeeperShare::Agent);
+    let items = 1..=40;
+    for id in items.clone() {
+        send_frame(&ended, &Frame::Hold(item(HeldKind::Run, id)), &[]).expect("the socket has room");
+        send_frame(&ended, &Frame::Sync, &[]).expect("the socket has room");
+    }
+    shutdown(&ended, Shutdown::Write).expect("it is connected");
+    let next = connect(&path).expect("it listens");
+    send_frame(&next, &Frame::Claim(KeeperShare::Agent), &[]).expect("the socket has room");
+    let _keeper = TestKeeper::start_at(path, Some(listener), LONG_GRACE, ITEMS_MAX);
+    for id in items {
+        let (frame, _) = receive_frame(&next).expect("the keeper answers");
+        assert!(matches!(&frame, Frame::Hold(item) if item.id == id), "{frame:?}");
+    }
+    assert!(matches!(receive_frame(&next).expect("the keeper answers").0, Frame::Sync));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use aquifer_uffd::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 
+use crate::areas::Areas;
 use crate::kernel::{FillOutcome, FillStop, PageFault, UffdMessage};
 
 /// Write protection, the events fork, remap, remove and unmap, thread ids, poison, move.
@@ -251,11 +252,25 @@ impl Userfaultfd {
     }
 }
 
-/// Write-protects the present pages of a range: the next write to each is a fault.
+/// Write-protects the present pages of all areas: the next write to each is a fault. Returns false
+/// if an event is unread.
+pub fn protect_all(uffd: BorrowedFd<'_>, areas: &Areas) -> bool {
+    for area in areas.iter() {
+        let Err(error) = protect(uffd, area.start, area.end) else { continue };
+        if error.kind() == io::ErrorKind::WouldBlock {
+            return false;
+        }
+        // The area is being unmapped, or the program has ended.
+        tracing::debug!(%error, ?area, "cannot write-protect an area after a fork");
+    }
+    true
+}
+
+/// Write-protects the present pages of a range.
 ///
 /// # Errors
 /// `EAGAIN` while an event is unread; others if the range is not registered.
-pub fn protect(uffd: BorrowedFd<'_>, start: PageNumber, end: PageNumber) -> io::Result<()> {
+fn protect(uffd: BorrowedFd<'_>, start: PageNumber, end: PageNumber) -> io::Result<()> {
     let mut argument = uffdio_writeprotect { range: range(start, end), mode: UFFDIO_WRITEPROTECT_MODE_WP };
     ioctl(uffd, UFFDIO_WRITEPROTECT, &raw mut argument)
 }

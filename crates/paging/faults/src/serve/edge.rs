@@ -6,7 +6,7 @@ mod worker_end;
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -135,7 +135,7 @@ impl ProcessEdge {
         let process = process.prove(|| canaries.into_iter().find_map(|canary| canary.filled(&self.uffd)))?;
         self.program.set_process(process, &*self.exit_watcher()?);
         // If the keeper refuses a new program, the attachment of its worker fails later.
-        let _held = self.keep();
+        let _held = self.origin.is_some().then(|| self.keep());
         self.read_inherited_areas();
         // This may have taken long. A run that was ended meanwhile did not know the process.
         if self.run.end_reason().is_some() {
@@ -194,7 +194,9 @@ impl ProcessEdge {
 
     /// Attaches the program's worker and welcomes the program.
     ///
-    /// The keeper must hold all descriptors before the program continues.
+    /// The keeper must hold all descriptors before the program continues, and a program that was
+    /// not forked only with this socket: without it the program would send a second hello to the
+    /// next agent, and two monitors would read the messages of one userfaultfd.
     pub(crate) fn attach(&mut self, attachment: Attachment) -> Result<(), AttachError> {
         let first = attachment.hello.bounce_buffer / PAGE;
         self.uffd.register(first, first + BATCH_PAGES_MAX as u64)?;
@@ -376,19 +378,6 @@ impl ProcessEdge {
     }
 }
 
-/// Write-protects all present pages. Returns false if an event is unread.
-fn protect_all(uffd: BorrowedFd<'_>, areas: &Areas) -> bool {
-    for area in areas.iter() {
-        let Err(error) = uffd::protect(uffd, area.start, area.end) else { continue };
-        if error.kind() == io::ErrorKind::WouldBlock {
-            return false;
-        }
-        // The area is being unmapped, or the program has ended.
-        tracing::debug!(%error, ?area, "cannot write-protect an area after a fork");
-    }
-    true
-}
-
 impl Kernel for ProcessEdge {
     type Child = OwnedFd;
 
@@ -469,18 +458,20 @@ impl Kernel for ProcessEdge {
     }
 
     fn protect(&mut self, areas: &Areas) -> bool {
-        let Some(attachment) = &mut self.attachment else { return protect_all(self.uffd.as_fd(), areas) };
+        let Some(attachment) = &mut self.attachment else {
+            return uffd::protect_all(self.uffd.as_fd(), areas);
+        };
         // The kernel could not write to a protected page when a thread ends.
         let mut unpinned = areas.clone();
         attachment.worker.lock_pins();
         attachment.worker.remove_pinned(&mut unpinned);
-        let is_done = protect_all(self.uffd.as_fd(), &unpinned);
+        let is_done = uffd::protect_all(self.uffd.as_fd(), &unpinned);
         attachment.worker.unlock_pins();
         is_done
     }
 
     fn protect_child(&mut self, child: &OwnedFd, areas: &Areas) {
-        protect_all(child.as_fd(), areas);
+        uffd::protect_all(child.as_fd(), areas);
     }
 
     fn unprotect(&mut self, page: PageNumber, pages: usize) -> FillOutcome {
