@@ -134,7 +134,8 @@ impl ProcessEdge {
     ) -> Result<(), ProofError> {
         let process = process.prove(|| canaries.into_iter().find_map(|canary| canary.filled(&self.uffd)))?;
         self.program.set_process(process, &*self.exit_watcher()?);
-        // If the keeper refuses a new program, the attachment of its worker fails later.
+        // A program that was not forked is held with its worker, see `Self::attach`. If the keeper
+        // refuses a forked child, the attachment of its worker fails later.
         let _held = self.origin.is_some().then(|| self.keep());
         self.read_inherited_areas();
         // This may have taken long. A run that was ended meanwhile did not know the process.
