@@ -70,7 +70,7 @@ fn assert_statistics(stats: &Value, peak: u64, limit: u64) {
             .and_then(Value::as_u64)
             .unwrap_or_else(|| panic!("the statistics lack {name}: {stats:#}"))
     };
-    for name in ["faults", "zero_pages", "mempool_hits", "staging_hits", "prefetched"] {
+    for name in ["faults", "zero_pages", "mempool_hits", "staging_hits", "cache_hits", "prefetched"] {
         let _ = figure(name);
     }
     assert!(figure("evictions") > 0 && figure("remote_writes") > 0, "nothing was paged: {stats:#}");

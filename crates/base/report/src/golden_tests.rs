@@ -54,6 +54,7 @@ fn run() -> RunStatistics {
         zero_pages: 12,
         mempool_hits: 13,
         staging_hits: 14,
+        cache_hits: 39,
         remote_reads: 15,
         remote_read_trips: 16,
         prefetched: 17,

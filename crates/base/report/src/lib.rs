@@ -99,6 +99,9 @@ pub struct RunStatistics {
     pub mempool_hits: u64,
     /// Pages filled from the staging queue of the mempool.
     pub staging_hits: u64,
+    /// Pages filled from the page cache of the host.
+    #[serde(default)]
+    pub cache_hits: u64,
     /// Pages read from memory nodes.
     pub remote_reads: u64,
     /// READs posted for `remote_reads`.

@@ -93,11 +93,12 @@ const RUN_BYTES: [Metric<RunStatistics>; 5] = [
     ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
 ];
 
-const RUN_COUNTERS: [Metric<RunStatistics>; 14] = [
+const RUN_COUNTERS: [Metric<RunStatistics>; 15] = [
     ("faults", "Page faults served.", |run| run.faults),
     ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
     ("staging_hits", "Pages filled from the mempool's staging queue.", |run| run.staging_hits),
+    ("cache_hits", "Pages filled from the page cache of the host.", |run| run.cache_hits),
     ("remote_reads", "Pages read from memory nodes.", |run| run.remote_reads),
     ("remote_read_trips", "READs posted for remote_reads.", |run| run.remote_read_trips),
     ("prefetched", "Pages read before a fault on them.", |run| run.prefetched),

@@ -8,6 +8,7 @@ pub(crate) struct Counters {
     pub(crate) zero_pages: AtomicU64,
     pub(crate) mempool_hits: AtomicU64,
     pub(crate) staging_hits: AtomicU64,
+    pub(crate) cache_hits: AtomicU64,
     pub(crate) remote_reads: AtomicU64,
     pub(crate) remote_read_trips: AtomicU64,
     pub(crate) remote_writes: AtomicU64,
@@ -34,6 +35,8 @@ pub struct VolumeStats {
     pub mempool_hits: u64,
     /// Pages read from the mempool before a memory node had acknowledged them.
     pub staging_hits: u64,
+    /// Pages read from the page cache.
+    pub cache_hits: u64,
     /// Pages read from memory nodes.
     pub remote_reads: u64,
     /// READs posted for `remote_reads`.
@@ -70,6 +73,7 @@ impl Counters {
             zero_pages: load(&self.zero_pages),
             mempool_hits: load(&self.mempool_hits),
             staging_hits: load(&self.staging_hits),
+            cache_hits: load(&self.cache_hits),
             remote_reads: load(&self.remote_reads),
             remote_read_trips: load(&self.remote_read_trips),
             remote_writes: load(&self.remote_writes),

@@ -105,6 +105,7 @@ impl BlockVolume {
     ) -> Result<Arc<Self>, TableError> {
         assert!(bytes.is_multiple_of(PAGE_BYTES as u64) && bytes <= VOLUME_BYTES_MAX, "{bytes} bytes");
         let slabs = Arc::new(SlabSet::new()?);
+        slabs.set_cache(mempool.new_cache_index()?);
         let volume = Volume::new(Arc::clone(&slabs), Arc::clone(&mempool), Arc::clone(&budget))?;
         let wake_event =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
@@ -222,7 +223,7 @@ impl BlockVolume {
     fn plan(&self, reader: &mut VolumeReader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
         reader.remote_parts.clear();
         reader.locations.clear();
-        let (mut zero_pages, mut mempool_hits, mut staging_hits) = (0, 0, 0);
+        let (mut zero_pages, mut mempool_hits, mut staging_hits, mut cache_hits) = (0, 0, 0, 0);
         let mut lost = None;
         let mut state = self.lock();
         for part in split_at_pages(offset, out.len()) {
@@ -240,6 +241,7 @@ impl BlockVolume {
                     self.mempool.memory().read(slot.offset() + part.within, bytes);
                     mempool_hits += 1;
                 }
+                PageState::Remote(_) if self.read_cached(&mut state.volume, part, bytes) => cache_hits += 1,
                 PageState::Remote(location) => {
                     if !Mutation::FetchUnreferenced.is_active() {
                         self.slabs.retain(location);
@@ -259,8 +261,20 @@ impl BlockVolume {
         Counters::add(&self.counters.zero_pages, zero_pages);
         Counters::add(&self.counters.mempool_hits, mempool_hits);
         Counters::add(&self.counters.staging_hits, staging_hits);
+        Counters::add(&self.counters.cache_hits, cache_hits);
         let error = lost.map(|part| BlockError::StillLost { offset: part.page * PAGE_BYTES as u64 });
         (lost.map_or(out.len(), |part| part.at), error)
+    }
+
+    /// Copies a part of a remote page from the page cache. Returns whether it is there.
+    fn read_cached(&self, volume: &mut Volume, part: PagePart, out: &mut [u8]) -> bool {
+        let PageState::Remote(location) = volume.state(part.page) else { return false };
+        let Some(pinned) = self.slabs.cache().and_then(|cache| cache.pin(location)) else { return false };
+        let is_cached = volume.cached_pages(part.page, pinned.slot(), 1) == 1;
+        if is_cached {
+            self.mempool.memory().read(pinned.slot().offset() + part.within, out);
+        }
+        is_cached
     }
 
     /// Writes bytes, which are visible to every reader when this returns.

@@ -15,6 +15,8 @@ pub struct FaultStats {
     pub mempool_hits: AtomicU64,
     /// Pages filled from the staging queue.
     pub staging_hits: AtomicU64,
+    /// Pages filled from the page cache.
+    pub cache_hits: AtomicU64,
     /// Pages filled from memory nodes.
     pub remote_reads: AtomicU64,
     /// Pages filled from memory nodes ahead of a fault.
@@ -45,12 +47,13 @@ impl FaultStats {
         self.latency.merge(&other.latency);
     }
 
-    fn counters(&self) -> [&AtomicU64; 10] {
+    fn counters(&self) -> [&AtomicU64; 11] {
         [
             &self.faults,
             &self.zero_pages,
             &self.mempool_hits,
             &self.staging_hits,
+            &self.cache_hits,
             &self.remote_reads,
             &self.prefetched,
             &self.remote_read_trips,

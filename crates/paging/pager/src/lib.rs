@@ -5,6 +5,7 @@
 //!   machine on `page` words in a `table`.
 //! - `mempool`, `budget`: the host's cache of pages in blocks, and the share of it and of
 //!   resident memory that a run may have.
+//! - `page_cache`, `cached_blocks`: pages in blocks that no volume needs.
 //! - `slabs`, `filler`: extents of the pool that hold pages, shared by the volumes of a run,
 //!   and the choice of the slab that is filled next.
 //! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
@@ -15,6 +16,7 @@
 
 mod allowance;
 mod budget;
+mod cached_blocks;
 mod digest;
 mod fetch;
 mod filler;
@@ -29,6 +31,7 @@ mod mempool_share;
 mod mutation;
 mod node_joiner;
 mod page;
+mod page_cache;
 mod ports;
 mod sender;
 mod slabs;
@@ -46,6 +49,7 @@ pub use integrity::is_zero;
 pub use mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
 pub use mutation::Mutation;
 pub use node_joiner::NodeJoiner;
+pub use page_cache::{CacheIndex, PinnedSlot};
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use ports::Connector;
 pub use sender::{Sender, SenderStats, WrittenBatch};

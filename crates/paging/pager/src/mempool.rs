@@ -7,15 +7,20 @@
 //! Each user with a volume has a *guarantee*: blocks that other users cannot hold. The guarantee of
 //! the next user is kept free, too. When blocks are short, users with more than their guarantee
 //! free acknowledged blocks. Within a user, volumes with blocks free some for volumes without.
+//!
+//! Blocks that nobody needs keep pages that their volumes have reclaimed: `page_cache`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 
 use aquifer_fabric::Memory;
 use parking_lot::Mutex;
 
-use crate::page::{PAGE_BYTES, Slot};
+use crate::cached_blocks::CachedBlocks;
+use crate::page::{Location, PAGE_BYTES, Slot};
+use crate::page_cache::CacheIndex;
+use crate::slabs::SlabSet;
 
 /// Pages of a block: the largest eviction batch, and the largest coalesced message (256 KiB).
 pub const BLOCK_PAGES: usize = 64;
@@ -62,6 +67,7 @@ const GUARANTEE_MAX: usize = 256;
 /// The blocks of one user.
 #[derive(Debug, Default)]
 pub struct MempoolUser {
+    uid: u32,
     blocks: AtomicUsize,
     /// Number of volumes that have no block and wait for one.
     waiting: AtomicUsize,
@@ -107,11 +113,13 @@ impl MempoolUser {
     }
 }
 
-/// The free blocks, and the users with volumes.
-#[derive(Debug, Default)]
+/// The blocks that no volume owns, and the users with volumes.
+#[derive(Debug)]
 struct MempoolState {
     free: Vec<BlockId>,
-    users: Vec<(u32, Arc<MempoolUser>)>,
+    /// Blocks that are given away when none is free.
+    cached: CachedBlocks,
+    users: Vec<Arc<MempoolUser>>,
 }
 
 impl MempoolState {
@@ -119,17 +127,41 @@ impl MempoolState {
     /// one more user.
     fn reserve(&self, user: &MempoolUser, guarantee: usize) -> usize {
         let lacks = |other: &Arc<MempoolUser>| guarantee.saturating_sub(other.blocks());
-        let others = self.users.iter().filter(|(_, other)| !std::ptr::eq(&raw const **other, user));
-        let of_others: usize = others.map(|(_, other)| lacks(other)).sum();
+        let others = self.users.iter().filter(|other| !std::ptr::eq(&raw const ***other, user));
+        let of_others: usize = others.map(lacks).sum();
         if self.users.is_empty() { 0 } else { of_others + guarantee }
     }
 
-    /// Number of free blocks that a user may have: what it lacks to its guarantee, or more if
+    /// Number of blocks that no volume owns.
+    fn unowned(&self) -> usize {
+        self.free.len() + self.cached.len()
+    }
+
+    /// Number of unowned blocks that a user may have: what it lacks to its guarantee, or more if
     /// enough are left for others.
     fn available(&self, user: &MempoolUser, guarantee: usize) -> usize {
-        let free = self.free.len();
+        let free = self.unowned();
         let guaranteed = guarantee.saturating_sub(user.blocks()).min(free);
         guaranteed.max(free.saturating_sub(self.reserve(user, guarantee)))
+    }
+
+    /// Removes a block that no volume owns. Returns `None` if only blocks are left that are pinned
+    /// or that are kept free for other users.
+    ///
+    /// What is kept free is not in the cache, where a block may be pinned.
+    fn take(&mut self, user: &MempoolUser, guarantee: usize) -> Option<BlockId> {
+        let reserve = self.reserve(user, guarantee);
+        let block = if user.blocks() < guarantee || self.free.len() > reserve {
+            self.free.pop().or_else(|| self.cached.take())
+        } else {
+            self.cached.take()
+        };
+        while self.free.len() < reserve
+            && let Some(freed) = self.cached.take()
+        {
+            self.free.push(freed);
+        }
+        block
     }
 }
 
@@ -141,6 +173,7 @@ pub struct Mempool {
     state: Mutex<MempoolState>,
     blocks: usize,
     is_pool_short: Arc<AtomicBool>,
+    damaged_cached_pages: AtomicU64,
 }
 
 impl Mempool {
@@ -153,8 +186,18 @@ impl Mempool {
         let memory = Memory::create("aquifer-mempool", blocks * BLOCK_PAGES * PAGE_BYTES)?;
         let free =
             (0..blocks).rev().map(|block| BlockId(u32::try_from(block).expect("at most 2^20"))).collect();
-        let state = Mutex::new(MempoolState { free, users: Vec::new() });
-        Ok(Self { memory: Arc::new(memory), state, blocks, is_pool_short: Arc::default() })
+        Ok(Self::with(memory, blocks, free))
+    }
+
+    fn with(memory: Memory, blocks: usize, free: Vec<BlockId>) -> Self {
+        let state = MempoolState { free, cached: CachedBlocks::new(blocks), users: Vec::new() };
+        Self {
+            memory: Arc::new(memory),
+            state: Mutex::new(state),
+            blocks,
+            is_pool_short: Arc::default(),
+            damaged_cached_pages: AtomicU64::new(0),
+        }
     }
 
     /// Recovers the mempool that an earlier agent left in `memory`. No block is free before
@@ -162,8 +205,7 @@ impl Mempool {
     #[must_use]
     pub fn recover(memory: Memory) -> Self {
         let blocks = memory.len() / (BLOCK_PAGES * PAGE_BYTES);
-        let is_pool_short = Arc::default();
-        Self { memory: Arc::new(memory), state: Mutex::default(), blocks, is_pool_short }
+        Self::with(memory, blocks, Vec::new())
     }
 
     /// Ends the recovery: all blocks but those in `used`, which the recovered volumes own, are
@@ -185,12 +227,12 @@ impl Mempool {
     #[must_use]
     pub fn user(&self, uid: u32) -> Arc<MempoolUser> {
         let mut state = self.state.lock();
-        state.users.retain(|(other, user)| *other == uid || Arc::strong_count(user) > 1);
-        if let Some((_, user)) = state.users.iter().find(|(other, _)| *other == uid) {
+        state.users.retain(|user| user.uid == uid || Arc::strong_count(user) > 1);
+        if let Some(user) = state.users.iter().find(|user| user.uid == uid) {
             return Arc::clone(user);
         }
-        let user = Arc::new(MempoolUser::default());
-        state.users.push((uid, Arc::clone(&user)));
+        let user = Arc::new(MempoolUser { uid, ..MempoolUser::default() });
+        state.users.push(Arc::clone(&user));
         user
     }
 
@@ -202,8 +244,9 @@ impl Mempool {
         if state.available(user, self.guarantee()) <= for_waiting {
             return None;
         }
+        let block = state.take(user, self.guarantee())?;
         user.blocks.fetch_add(1, Relaxed);
-        state.free.pop()
+        Some(block)
     }
 
     /// Allocates any free block.
@@ -222,6 +265,87 @@ impl Mempool {
         state.free.push(block);
     }
 
+    /// The index of a run whose pages may stay in the cache.
+    ///
+    /// # Errors
+    /// If the system gives no address space for it.
+    pub fn new_cache_index(&self) -> std::io::Result<CacheIndex> {
+        CacheIndex::new(Arc::clone(self.state.lock().cached.states()))
+    }
+
+    /// Frees a block of a user whose pages stay in the cache: those of `entries`, which are at the
+    /// location, too.
+    ///
+    /// The caller must hold references to the locations.
+    pub(crate) fn free_to_cache(
+        &self,
+        user: &MempoolUser,
+        block: BlockId,
+        index: &Arc<CacheIndex>,
+        entries: &[(usize, Location)],
+    ) {
+        let mut state = self.state.lock();
+        user.blocks.fetch_sub(1, Relaxed);
+        if entries.is_empty() || state.free.len() < state.reserve(user, self.guarantee()) {
+            state.free.push(block);
+        } else {
+            state.cached.insert(user.uid, block, index, entries);
+        }
+    }
+
+    /// Exchanges a block of a user for another, as [`Self::free_to_cache`]. Returns the same block
+    /// if there is no other.
+    pub(crate) fn exchange(
+        &self,
+        user: &MempoolUser,
+        block: BlockId,
+        index: &Arc<CacheIndex>,
+        entries: &[(usize, Location)],
+    ) -> BlockId {
+        if entries.is_empty() {
+            return block;
+        }
+        let mut state = self.state.lock();
+        let has_spare = state.free.len() > state.reserve(user, self.guarantee());
+        let other = if has_spare { state.free.pop() } else { state.cached.take() };
+        let Some(other) = other else { return block };
+        state.cached.insert(user.uid, block, index, entries);
+        other
+    }
+
+    /// Drops all cached pages of a run that has ended.
+    pub fn forget_cached(&self, user: &MempoolUser, slabs: &SlabSet) {
+        let Some(index) = slabs.cache() else { return };
+        let mut state = self.state.lock();
+        while let Some(block) = state.cached.take_of(user.uid, index) {
+            state.free.push(block);
+        }
+    }
+
+    /// Drops up to `blocks` blocks from the cache, and returns how many it has dropped.
+    pub fn shrink_cache(&self, blocks: usize) -> usize {
+        let mut state = self.state.lock();
+        let dropped = std::iter::from_fn(|| state.cached.take()).take(blocks).collect::<Vec<_>>();
+        state.free.extend(&dropped);
+        dropped.len()
+    }
+
+    pub(crate) fn count_damaged_cached_page(&self) {
+        self.damaged_cached_pages.fetch_add(1, Relaxed);
+    }
+
+    /// The number of cached pages whose bytes were wrong.
+    #[must_use]
+    pub fn damaged_cached_pages(&self) -> u64 {
+        self.damaged_cached_pages.load(Relaxed)
+    }
+
+    /// The number of cached blocks.
+    #[must_use]
+    pub fn cached_block_count(&self) -> usize {
+        self.state.lock().cached.len()
+    }
+
     /// Whether a volume of a user must free an acknowledged block, because others wait for it.
     #[must_use]
     pub fn must_free_block(&self, user: &MempoolUser) -> bool {
@@ -233,7 +357,7 @@ impl Mempool {
             return false;
         }
         let state = self.state.lock();
-        state.free.len() < state.reserve(user, guarantee)
+        state.unowned() < state.reserve(user, guarantee)
     }
 
     /// The guarantee of each user, in blocks.
@@ -258,10 +382,10 @@ impl Mempool {
         self.blocks
     }
 
-    /// The number of free blocks.
+    /// The number of blocks that no volume owns.
     #[must_use]
     pub fn free_block_count(&self) -> usize {
-        self.state.lock().free.len()
+        self.state.lock().unowned()
     }
 }
 

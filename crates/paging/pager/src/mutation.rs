@@ -93,6 +93,10 @@ aquifer_mutation::mutations! {
         MoveUnchecked,
         /// A reader of a block volume does not retain the location that it fetches from.
         FetchUnreferenced,
+        /// A location that is free keeps its entry in the page cache.
+        KeepStale,
+        /// A cached block is given away although a reader has pinned it.
+        PunchPinned,
         /// A page table is recovered although a tree node is linked twice.
         AcceptLinkedTwice,
     }

@@ -6,6 +6,7 @@
 //! may release a location. The records are in memory that can outlive the daemon. Format:
 //! `docs/formats/paging.md`, "Slab records".
 
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::Release,
@@ -15,7 +16,9 @@ use aquifer_fabric::{Key, Memory, RemoteAddr};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 use parking_lot::Mutex;
 
+use crate::mutation::Mutation;
 use crate::page::{Location, PAGE_BYTES};
+use crate::page_cache::CacheIndex;
 
 mod page_records;
 mod recovery;
@@ -23,6 +26,7 @@ mod recovery;
 mod tests;
 mod vacating;
 
+pub(crate) use page_records::{LOCATIONS_MAX, number_of as location_number};
 pub(crate) use recovery::UnfinishedReplica;
 
 /// Number of pages of the largest slab (2 MiB). In a [`Location`] the slab's number begins above
@@ -153,6 +157,8 @@ pub struct SlabSet {
     /// Bit `n % 64` is set while node `n` is slow. It only guides the choice of a replica.
     slow: AtomicU64,
     marks: vacating::Marks,
+    /// The pages that are cached on this host; not set if none may be.
+    cache: OnceLock<Arc<CacheIndex>>,
     pages: AtomicU64,
     bytes: AtomicU64,
     bytes_peak: AtomicU64,
@@ -184,10 +190,31 @@ impl SlabSet {
             damaged: Mutex::new(Vec::new()),
             slow: AtomicU64::new(0),
             marks: vacating::Marks::default(),
+            cache: OnceLock::new(),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),
         })
+    }
+
+    /// Lets pages of these slabs be cached on this host. Only the first call has an effect.
+    pub fn set_cache(&self, index: CacheIndex) {
+        let _set_before = self.cache.set(Arc::new(index));
+    }
+
+    /// The pages that are cached on this host; `None` if none may be.
+    #[must_use]
+    pub fn cache(&self) -> Option<&Arc<CacheIndex>> {
+        self.cache.get()
+    }
+
+    /// Drops a page from the cache that a program holds, unless another program has it, too.
+    pub(crate) fn uncache_held(&self, location: Location) {
+        if let Some(cache) = self.cache()
+            && self.references(location).load(Relaxed) == 1
+        {
+            cache.remove(location);
+        }
     }
 
     /// The number of replicas that each slab is to have.
@@ -274,6 +301,7 @@ impl SlabSet {
         let before = self.references(location).fetch_sub(1, AcqRel);
         assert!(before > 0, "{location:?} was released more often than retained");
         if before == 1 {
+            self.uncache(location);
             self.pages.fetch_sub(1, Relaxed);
             if self.live(location.slab()).fetch_sub(1, AcqRel) == 1 {
                 let mut emptied = self.emptied.lock();
@@ -458,8 +486,17 @@ impl SlabSet {
         self.references(location).load(Acquire) == 0
     }
 
+    /// Drops a page from the cache, because its location is free.
+    fn uncache(&self, location: Location) {
+        if let Some(cache) = self.cache().filter(|_| !Mutation::KeepStale.is_active()) {
+            cache.remove(location);
+        }
+    }
+
     /// Occupies a free location, with one reference. Only the sender may call this.
     pub(crate) fn occupy(&self, location: Location, crc: u32) {
+        // The thread that released the location may not have dropped its page from the cache yet.
+        self.uncache(location);
         self.crc_word(location).store(crc, Release);
         self.live(location.slab()).fetch_add(1, AcqRel);
         self.pages.fetch_add(1, Relaxed);

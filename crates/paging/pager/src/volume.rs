@@ -7,6 +7,7 @@
 
 mod absorb;
 mod blocks;
+mod cached;
 mod recovery;
 mod repack;
 
@@ -98,6 +99,8 @@ pub struct Volume {
     blocks_in_flight: usize,
     /// Entries of reclaimed blocks, kept so that an eviction allocates no memory.
     spare_blocks: Vec<VolumeBlock>,
+    /// Pages of the block that was reclaimed last, with the index of their slots.
+    reclaimed_pages: Vec<(usize, Location)>,
     /// Whether this volume has no block and waits until the mempool has one for it.
     waits_in_mempool: bool,
     /// Whether held pages may have a clean copy.
@@ -127,6 +130,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
+            reclaimed_pages: Vec::with_capacity(BLOCK_PAGES),
             waits_in_mempool: false,
             may_have_clean_copies: false,
             before_store: None,
@@ -200,7 +204,10 @@ impl Volume {
         let (was_elsewhere, copy) = match word.state() {
             PageState::Held => return,
             PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
-            PageState::Remote(location) => (true, Some(location)),
+            PageState::Remote(location) => {
+                self.slabs.uncache_held(location);
+                (true, Some(location))
+            }
             PageState::Reclaimable(slot) => (true, Some(self.remove_slot_location(slot.block()))),
             PageState::Staged(_) => (true, None),
             PageState::Zero | PageState::Doubtful | PageState::Lost => (false, None),

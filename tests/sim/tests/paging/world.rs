@@ -241,6 +241,7 @@ impl PagingWorld {
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
         let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
+        slabs.set_cache(mempool.new_cache_index().expect("memory"));
         // The mempool share is four blocks. The monitor keeps 128 pages free, and most limits let
         // some pages be resident all the same.
         let moves_often =
@@ -309,6 +310,7 @@ impl PagingWorld {
             match self.rng.below(16) {
                 0..10 => self.run_random_thread(),
                 10..12 => self.run_sender(),
+                12 if self.rng.chance(1, 4) => self.counts.cache_drops += self.mempool.shrink_cache(1),
                 12..15 => {
                     if !self.is_fabric_slow || self.rng.chance(1, 16) {
                         self.cluster.fabric.step();

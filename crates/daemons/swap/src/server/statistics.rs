@@ -82,6 +82,7 @@ impl DeviceServer {
             zero_pages: stats.zero_pages,
             mempool_hits: stats.mempool_hits,
             staging_hits: stats.staging_hits,
+            cache_hits: stats.cache_hits,
             remote_reads: stats.remote_reads,
             remote_read_trips: stats.remote_read_trips,
             remote_writes: stats.remote_writes,

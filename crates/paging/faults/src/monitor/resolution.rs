@@ -1,5 +1,6 @@
 //! Resolution of faults: fills missing pages and removes write protection.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use aquifer_pager::{Mutation, PageNumber, PageState, Slot, Volume};
@@ -166,9 +167,29 @@ impl<E: Edge> Monitor<E> {
         self.record_fill(page, filled, window, Some(counter))
     }
 
-    /// Resolves a fault from memory nodes. A page that no replica can provide is lost.
+    /// Resolves a fault from the page cache. Returns `None` if the page is not cached.
+    fn serve_cached(&mut self, page: PageNumber, window: usize) -> Option<FaultOutcome> {
+        let PageState::Remote(location) = self.volume.state(page) else { return None };
+        let cache = self.volume.slabs().cache()?;
+        cache.slot_of(location)?;
+        let cache = Arc::clone(cache);
+        let pinned = cache.pin(location)?;
+        let pages = self.volume.cached_pages(page, pinned.slot(), window);
+        if pages == 0 {
+            return None;
+        }
+        let filled = self.fill(page, pages, FillSource::Slot(pinned.slot()));
+        self.streams.filled(page, window, filled.pages);
+        Some(self.record_fill(page, filled, window, Some(|stats| &stats.cache_hits)))
+    }
+
+    /// Resolves a fault from the page cache, or else from memory nodes. A page that no replica can
+    /// provide is lost.
     fn serve_remote(&mut self, page: PageNumber) -> FaultOutcome {
         let window = self.window(page);
+        if let Some(outcome) = self.serve_cached(page, window) {
+            return outcome;
+        }
         self.locations.clear();
         for next in page..page + window as u64 {
             let PageState::Remote(location) = self.volume.state(next) else {

@@ -260,10 +260,12 @@ impl RecoveringRun {
         if !(1..=REPLICAS_MAX).contains(&record.replicas) {
             return Err(io::Error::other(format!("its record names {} replicas", record.replicas)));
         }
+        let slabs = SlabSet::recover(Memory::whole(slabs)?, record.replicas);
+        slabs.set_cache(mempool.new_cache_index()?);
         Ok(Self {
             id: kept.item.id,
             owner: RunOwner::restore(owner, record.owner_pid, fds.next()),
-            slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?, record.replicas)),
+            slabs: Arc::new(slabs),
             budget: Arc::new(Budget::of_user(record.limit_bytes, mempool.user(owners::owner(record.tenant)))),
             record,
             programs: Vec::new(),

@@ -117,6 +117,7 @@ impl Run {
         };
         let budget = Arc::new(Budget::of_user(limit_bytes, service.mempool.user(descriptors.owner())));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
+        slabs.set_cache(service.mempool.new_cache_index()?);
         let run = Self::start(service, id, &record, slabs, budget, owner, descriptors)?;
         run.put_record_in_keeper().inspect_err(|_| run.close())?;
         Ok(run)
@@ -390,6 +391,7 @@ impl Run {
     pub(crate) fn close(&self) {
         self.sender.stop();
         if let Some(service) = self.service.upgrade() {
+            service.mempool.forget_cached(self.budget.mempool_user(), &self.slabs);
             service.agent.keeper().release(HeldKind::Run, self.id);
         }
     }
@@ -439,6 +441,7 @@ impl Run {
             zero_pages: load(&total.zero_pages),
             mempool_hits: load(&total.mempool_hits),
             staging_hits: load(&total.staging_hits),
+            cache_hits: load(&total.cache_hits),
             remote_reads: load(&total.remote_reads),
             remote_read_trips: load(&total.remote_read_trips),
             prefetched: load(&total.prefetched),

@@ -92,6 +92,7 @@ mod tests {
             zero_pages: 9,
             mempool_hits: 10,
             staging_hits: 11,
+            cache_hits: 18,
             remote_reads: 12,
             remote_read_trips: 13,
             prefetched: 14,

@@ -14,11 +14,19 @@ const _: () = assert!(SLAB_PAGES_MAX.is_multiple_of(GROUP_PAGES) && SLABS_MAX.is
 /// Bytes of all page records.
 pub(super) const BYTES: usize = SLABS_MAX as usize * SLAB_PAGES_MAX as usize * RECORD_BYTES;
 
+/// Number of locations of a run.
+pub(crate) const LOCATIONS_MAX: usize = BYTES / RECORD_BYTES;
+
 /// The offset of the record of a page.
 pub(super) fn offset_of(location: Location) -> usize {
+    number_of(location) * RECORD_BYTES
+}
+
+/// The number of the record of a page, below [`LOCATIONS_MAX`].
+pub(crate) fn number_of(location: Location) -> usize {
     let (group, page) = (location.index() / GROUP_PAGES, location.index() % GROUP_PAGES);
     let slab = location.slab().0 ^ (group % SHUFFLED_SLABS);
-    ((group * SLABS_MAX + slab) * GROUP_PAGES + page) as usize * RECORD_BYTES
+    ((group * SLABS_MAX + slab) * GROUP_PAGES + page) as usize
 }
 
 #[cfg(test)]

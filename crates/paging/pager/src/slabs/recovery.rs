@@ -60,6 +60,7 @@ impl SlabSet {
             damaged: Mutex::default(),
             slow: AtomicU64::new(0),
             marks: super::vacating::Marks::default(),
+            cache: std::sync::OnceLock::new(),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),

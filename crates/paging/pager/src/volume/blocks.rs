@@ -19,7 +19,7 @@ impl Volume {
         while self.budget.has_surplus_blocks()
             && let Some(block) = self.reclaim_oldest()
         {
-            self.free_block(block);
+            self.free_reclaimed(block);
         }
         if self.budget.try_reserve_block() {
             let owned = self.blocks_in_flight + self.reclaimable.len();
@@ -32,7 +32,27 @@ impl Volume {
             self.budget.cancel_block();
             self.set_waits_in_mempool(owned == 0);
         }
-        self.reclaim_oldest()
+        self.exchange_oldest()
+    }
+
+    /// Reclaims the oldest acknowledged block, and returns another block in its place, so that its
+    /// pages stay in the cache.
+    fn exchange_oldest(&mut self) -> Option<BlockId> {
+        let block = self.reclaim_oldest()?;
+        let Some(cache) = self.slabs.cache() else { return Some(block) };
+        Some(self.mempool.exchange(self.budget.mempool_user(), block, cache, &self.reclaimed_pages))
+    }
+
+    /// Frees a block that was just reclaimed. Its pages stay in the cache as long as there is room.
+    fn free_reclaimed(&mut self, block: BlockId) {
+        match self.slabs.cache() {
+            Some(cache) => {
+                let user = self.budget.mempool_user();
+                self.mempool.free_to_cache(user, block, cache, &self.reclaimed_pages);
+            }
+            None => self.mempool.free(self.budget.mempool_user(), block),
+        }
+        self.budget.release_block();
     }
 
     /// Sets whether volumes of the same user that have blocks must free one for this volume.
@@ -97,10 +117,10 @@ impl Volume {
             return false;
         }
         let passed = self.reclaim_oldest();
-        passed.inspect(|block| self.free_block(*block)).is_some()
+        passed.inspect(|block| self.free_reclaimed(*block)).is_some()
     }
 
-    /// Reclaims the oldest acknowledged block: its pages are remote only from then on.
+    /// Reclaims the oldest acknowledged block: its pages are remote from then on.
     fn reclaim_oldest(&mut self) -> Option<BlockId> {
         let id = if Mutation::ReclaimUnacknowledged.is_active() {
             let staged = self.blocks.iter().flatten().find(|block| block.phase != BlockPhase::Leaving)?.id;
@@ -113,10 +133,12 @@ impl Volume {
         if block.phase == BlockPhase::Staged {
             self.blocks_in_flight -= 1;
         }
+        self.reclaimed_pages.clear();
         for (index, page) in block.pages.iter().enumerate() {
             let word = self.table.get(*page);
             if word.state() == PageState::Reclaimable(id.slot(index)) {
                 let location = block.locations[index].expect("reclaimable pages have a location");
+                self.reclaimed_pages.push((index, location));
                 self.table.set(*page, word.with_state(PageState::Remote(location)));
             }
         }
@@ -127,7 +149,7 @@ impl Volume {
     /// Frees all acknowledged blocks of this volume.
     pub fn reclaim_all(&mut self) {
         while let Some(id) = self.reclaim_oldest() {
-            self.free_block(id);
+            self.free_reclaimed(id);
         }
     }
 }

@@ -59,6 +59,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
+            reclaimed_pages: Vec::with_capacity(BLOCK_PAGES),
             waits_in_mempool: false,
             may_have_clean_copies: false,
             before_store: None,

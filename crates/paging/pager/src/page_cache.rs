@@ -1,0 +1,186 @@
+//! The page cache of the host: pages that left a program, and that memory nodes have too.
+//!
+//! When a volume reclaims a block of the mempool, the pages in it become remote, and the block
+//! passes to the cache (`cached_blocks`). An entry says in which slot the bytes of a location are.
+//! No page word names a cached slot, so any thread may drop an entry at any moment, and a page whose
+//! entry is gone is read from a memory node.
+//!
+//! A reader pins the block of an entry, and a block that is pinned is not given to anybody.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+use aquifer_fabric::Memory;
+use parking_lot::Mutex;
+
+use crate::mempool::BlockId;
+use crate::mutation::Mutation;
+use crate::page::{Location, Slot};
+use crate::slabs::{LOCATIONS_MAX, location_number};
+
+/// Bit of [`BlockState::pins`]: the block is in the cache. The other bits are the number of pins.
+const IS_CACHED: u32 = 1 << 31;
+
+/// The cached state of one block.
+#[derive(Debug, Default)]
+struct BlockState {
+    pins: AtomicU32,
+    /// Number of entries that name a slot of the block. It may be too small for a moment, so it only
+    /// guides which block is given away.
+    entries: AtomicU32,
+}
+
+/// Which blocks of the mempool are in the cache, and which of these are pinned.
+#[derive(Debug)]
+pub(crate) struct BlockStates {
+    states: Box<[BlockState]>,
+    /// Cached blocks without an entry.
+    emptied: Mutex<Vec<BlockId>>,
+}
+
+impl BlockStates {
+    pub fn new(blocks: usize) -> Self {
+        Self { states: (0..blocks).map(|_| BlockState::default()).collect(), emptied: Mutex::default() }
+    }
+
+    fn of(&self, block: BlockId) -> &BlockState {
+        &self.states[block.0 as usize]
+    }
+
+    /// Sets the number of entries of a block that is about to be cached.
+    pub fn begin(&self, block: BlockId, entries: usize) {
+        self.of(block).entries.store(u32::try_from(entries).expect("few"), Relaxed);
+    }
+
+    /// Marks a block as cached. Its bytes do not change until it is taken.
+    pub fn finish(&self, block: BlockId) {
+        self.of(block).pins.store(IS_CACHED, Release);
+    }
+
+    /// Takes a block from the cache, unless it is pinned. Nobody can pin it from then on.
+    #[must_use]
+    pub fn try_take(&self, block: BlockId) -> bool {
+        if Mutation::PunchPinned.is_active() {
+            return self.of(block).pins.fetch_and(!IS_CACHED, AcqRel) & IS_CACHED != 0;
+        }
+        self.of(block).pins.compare_exchange(IS_CACHED, 0, AcqRel, Relaxed).is_ok()
+    }
+
+    /// Whether an entry names a slot of the block, as far as known.
+    pub fn has_entries(&self, block: BlockId) -> bool {
+        self.of(block).entries.load(Relaxed) > 0
+    }
+
+    /// Removes a block from the list of blocks without an entry.
+    pub fn pop_emptied(&self) -> Option<BlockId> {
+        self.emptied.lock().pop()
+    }
+
+    /// Pins a block. Returns false if it is not in the cache.
+    fn pin(&self, block: BlockId) -> bool {
+        let pin = |pins: u32| (pins & IS_CACHED != 0).then_some(pins + 1);
+        self.of(block).pins.fetch_update(AcqRel, Relaxed, pin).is_ok()
+    }
+
+    fn unpin(&self, block: BlockId) {
+        self.of(block).pins.fetch_sub(1, Release);
+    }
+
+    /// Counts an entry less.
+    fn entry_removed(&self, block: BlockId) {
+        if self.of(block).entries.fetch_sub(1, Relaxed) == 1 {
+            self.emptied.lock().push(block);
+        }
+    }
+}
+
+/// The entries of one run.
+#[derive(Debug)]
+pub struct CacheIndex {
+    /// One word for each location: the slot and 1, or 0 if the location is not cached.
+    words: Memory,
+    blocks: Arc<BlockStates>,
+}
+
+/// A slot that is not reused while this exists.
+#[derive(Debug)]
+pub struct PinnedSlot<'a> {
+    blocks: &'a BlockStates,
+    slot: Slot,
+}
+
+impl PinnedSlot<'_> {
+    /// The slot.
+    #[must_use]
+    pub fn slot(&self) -> Slot {
+        self.slot
+    }
+}
+
+impl Drop for PinnedSlot<'_> {
+    fn drop(&mut self) {
+        self.blocks.unpin(self.slot.block().0);
+    }
+}
+
+impl CacheIndex {
+    /// An empty index of a run, over the blocks of a mempool.
+    ///
+    /// # Errors
+    /// If the system gives no address space for it.
+    pub(crate) fn new(blocks: Arc<BlockStates>) -> std::io::Result<Self> {
+        Ok(Self { words: Memory::private("aquifer-cache-index", LOCATIONS_MAX * size_of::<u32>())?, blocks })
+    }
+
+    fn word(&self, location: Location) -> &AtomicU32 {
+        self.words.atomic_u32(location_number(location) * size_of::<u32>())
+    }
+
+    /// The slot in which the bytes of a location are cached. The entry may be dropped at any
+    /// moment.
+    #[must_use]
+    pub fn slot_of(&self, location: Location) -> Option<Slot> {
+        self.word(location).load(Acquire).checked_sub(1).map(Slot)
+    }
+
+    /// Pins the slot in which the bytes of a location are cached, if there is one.
+    ///
+    /// The caller must hold a reference to the location.
+    #[must_use]
+    pub fn pin(&self, location: Location) -> Option<PinnedSlot<'_>> {
+        let slot = self.slot_of(location)?;
+        if !self.blocks.pin(slot.block().0) {
+            return None;
+        }
+        let pinned = PinnedSlot { blocks: &self.blocks, slot };
+        // The block may have been given away and cached again with other pages before it was
+        // pinned.
+        (self.slot_of(location) == Some(slot)).then_some(pinned)
+    }
+
+    /// Adds an entry, in place of an earlier one.
+    pub(crate) fn insert(&self, location: Location, slot: Slot) {
+        self.removed(self.word(location).swap(slot.0 + 1, AcqRel));
+    }
+
+    /// Removes the entry of a location, if there is one.
+    pub(crate) fn remove(&self, location: Location) {
+        let word = self.word(location);
+        // Most locations have no entry, and a load does not make the word's page exist.
+        if word.load(Relaxed) != 0 {
+            self.removed(word.swap(0, AcqRel));
+        }
+    }
+
+    /// Removes the entry of a location if it names this slot, whose block was taken.
+    pub(crate) fn remove_from(&self, location: Location, slot: Slot) {
+        // It fails if the entry was removed, or names another slot by now.
+        let _other = self.word(location).compare_exchange(slot.0 + 1, 0, AcqRel, Relaxed);
+    }
+
+    fn removed(&self, word: u32) {
+        if let Some(slot) = word.checked_sub(1) {
+            self.blocks.entry_removed(Slot(slot).block().0);
+        }
+    }
+}
