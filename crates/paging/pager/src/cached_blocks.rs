@@ -174,3 +174,6 @@ impl CachedBlocks {
         &mut self.locations[block.0 as usize * BLOCK_PAGES..][..BLOCK_PAGES]
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use aquifer_faults::takeover::{self, KeptProgram, Origin, TakenProgram};
-use aquifer_faults::{Area, FaultStats, Monitor, MoveOutcome, UffdMessage};
+use aquifer_faults::{Area, Monitor, MoveOutcome, UffdMessage};
 use aquifer_pager::PageNumber;
 
 use super::death;
@@ -86,8 +86,11 @@ impl PagingSchedule {
             before.pending_unmaps, before.registered, before.recovered.leaving
         );
         let edge = SimEdge::new(&self.world, process, journal, unapplied);
-        let budget = Arc::clone(&self.world.borrow().budget);
-        let monitor = Monitor::resume(edge, before, budget, Arc::new(FaultStats::default()));
+        let (budget, stats) = {
+            let world = self.world.borrow();
+            (Arc::clone(&world.budget), Arc::clone(&world.stats))
+        };
+        let monitor = Monitor::resume(edge, before, budget, stats);
         self.put_monitor(process, monitor);
         let mut world = self.world.borrow_mut();
         if has_moved && world.agent_may_die && world.rng.chance(1, 2) {

@@ -4,8 +4,9 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer_faults::{Areas, FaultStats, Journal, Monitor, TurnOutcome};
+use aquifer_faults::{Areas, Journal, Monitor, TurnOutcome};
 use aquifer_pager::Volume;
 
 use aquifer_fabric::sim::Rng;
@@ -239,7 +240,7 @@ impl PagingSchedule {
     fn add_monitor(&mut self, process: usize, volume: Volume, areas: Areas, journal: Journal) {
         let edge = SimEdge::new(&self.world, process, journal, Vec::new());
         let budget = Arc::clone(&self.world.borrow().budget);
-        let stats = Arc::new(FaultStats::default());
+        let stats = Arc::clone(&self.world.borrow().stats);
         let monitor = Monitor::new(edge, volume, budget, stats, areas, self.buffers);
         self.put_monitor(process, monitor);
     }
@@ -475,6 +476,11 @@ impl PagingSchedule {
         let world = &mut *world;
         world.sending.sender.close();
         world.count_sender_stats();
+        world.check_cache();
+        world.counts.cache_fills += world.stats.cache_hits.load(Relaxed);
+        if let Some(failure) = world.failure.take() {
+            return Err(failure);
+        }
         let pages = world.slabs.pages();
         let held = world.budget.held();
         let mempool_bytes = world.budget.mempool_bytes();

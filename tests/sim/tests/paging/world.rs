@@ -8,7 +8,7 @@ use aquifer_fabric::Endpoint;
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::send_loop::{NextStep, SendLoop, SendQueue, SentProgram};
 use aquifer_faults::takeover::Origin;
-use aquifer_faults::{Areas, EvictedBatch, Journal, MESSAGE_BYTES, SenderEvent, UffdMessage, to_bytes};
+use aquifer_faults::{Areas, EvictedBatch, FaultStats, Journal, MESSAGE_BYTES, SenderEvent, UffdMessage, to_bytes};
 use aquifer_pager::{
     BlockId, Budget, Memory, Mempool, NoRoom, PageNumber, Sender, SlabId, SlabReplicas, SlabSet, Volume,
 };
@@ -31,6 +31,9 @@ pub struct PagingCounts {
     pub evictions: u64,
     pub zero_fills: u64,
     pub staging_fills: u64,
+    /// Pages that were filled from the page cache, and blocks that it gave up.
+    pub cache_fills: u64,
+    pub cache_drops: u64,
     pub remote_fills: u64,
     pub busy: u64,
     pub kept: u64,
@@ -79,11 +82,13 @@ pub struct PagingCounts {
 }
 
 impl PagingCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 35] {
+    pub fn labelled(&self) -> [(&'static str, u64); 37] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
             ("fills from the mempool", self.staging_fills),
+            ("fills from the page cache", self.cache_fills),
+            ("blocks that the page cache gave up", self.cache_drops),
             ("fills from memory nodes", self.remote_fills),
             ("fills refused as busy", self.busy),
             ("pages that the worker left", self.kept),
@@ -123,6 +128,8 @@ impl PagingCounts {
         self.evictions += other.evictions;
         self.zero_fills += other.zero_fills;
         self.staging_fills += other.staging_fills;
+        self.cache_fills += other.cache_fills;
+        self.cache_drops += other.cache_drops;
         self.remote_fills += other.remote_fills;
         self.busy += other.busy;
         self.kept += other.kept;
@@ -227,6 +234,8 @@ pub struct PagingWorld {
     pub agent_may_die: bool,
     pub failure: Option<String>,
     pub counts: PagingCounts,
+    /// The counters of all monitors.
+    pub stats: Arc<FaultStats>,
     /// The bias of the schedule.
     pub focus: Focus,
     joining: Option<(NodeId, Box<dyn Endpoint>)>,
@@ -294,6 +303,7 @@ impl PagingWorld {
             agent_may_die: false,
             failure: None,
             counts: PagingCounts::default(),
+            stats: Arc::default(),
             joining: None,
             rng,
             focus,
@@ -310,7 +320,9 @@ impl PagingWorld {
             match self.rng.below(16) {
                 0..10 => self.run_random_thread(),
                 10..12 => self.run_sender(),
-                12 if self.rng.chance(1, 4) => self.counts.cache_drops += self.mempool.shrink_cache(1),
+                12 if self.rng.chance(1, 4) => {
+                    self.counts.cache_drops += self.mempool.shrink_cache(1) as u64;
+                }
                 12..15 => {
                     if !self.is_fabric_slow || self.rng.chance(1, 16) {
                         self.cluster.fabric.step();
@@ -401,8 +413,10 @@ impl PagingWorld {
         self.queue = SendQueue::default();
         self.new_children.clear();
         self.joining = None;
+        self.check_cache();
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
         self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.cluster.replicas));
+        self.slabs.set_cache(self.mempool.new_cache_index().expect("memory"));
         let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
         let limit = (self.budget.resident_max() + blocks) * aquifer_pager::PAGE_BYTES as u64;
         self.budget = Arc::new(Budget::new(limit));
@@ -423,6 +437,14 @@ impl PagingWorld {
         let sending = SendLoop::new(sender, Arc::clone(&self.mempool));
         let dead = std::mem::replace(&mut self.sending, sending);
         self.cluster.close(dead.sender, &mut self.rng);
+    }
+
+    /// The cached pages must have had the bytes of their locations.
+    pub fn check_cache(&mut self) {
+        let damaged = self.mempool.damaged_cached_pages();
+        if damaged > 0 {
+            self.failure = Some(format!("{damaged} cached pages had other bytes than their locations"));
+        }
     }
 
     /// Adds the counters of a sender that ends.

@@ -1,0 +1,196 @@
+//! Tests of the page cache: which blocks are given away, and what readers find.
+
+use std::sync::Arc;
+
+use aquifer_fabric::Key;
+use aquifer_mutation::Mutations;
+use aquifer_pool::{Extent, NodeId, SizeClass};
+
+use crate::mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
+use crate::mutation::Mutation;
+use crate::page::{Location, PAGE_BYTES};
+use crate::slabs::{SlabId, SlabSet};
+
+/// A run of a user, each of whose slabs has one page in use.
+struct TestRun {
+    mempool: Arc<Mempool>,
+    user: Arc<MempoolUser>,
+    slabs: SlabSet,
+}
+
+impl TestRun {
+    fn new(mempool: &Arc<Mempool>, uid: u32) -> Self {
+        let slabs = SlabSet::new().unwrap();
+        slabs.set_cache(mempool.new_cache_index().unwrap());
+        Self { mempool: Arc::clone(mempool), user: mempool.user(uid), slabs }
+    }
+
+    /// Occupies a page of a new slab.
+    fn occupy(&self, slab: u32) -> Location {
+        let extent = Extent { node: NodeId(1), addr: 0, class: SizeClass::new(0).unwrap(), key: Key(7) };
+        self.slabs.publish(SlabId(slab), &[extent]);
+        let location = Location::new(SlabId(slab), 0);
+        self.slabs.occupy(location, 0);
+        location
+    }
+
+    /// Fills a block with the bytes of a new page, and passes it to the cache.
+    fn cache(&self, slab: u32) -> Location {
+        let block = self.mempool.allocate(&self.user, 1).expect("a block is free");
+        let location = self.occupy(slab);
+        self.write(block, slab);
+        let index = self.slabs.cache().expect("it was set");
+        self.mempool.free_to_cache(&self.user, block, index, &[(3, location)]);
+        location
+    }
+
+    fn write(&self, block: BlockId, value: u32) {
+        self.mempool.memory().write(block.slot(3).offset(), &value.to_ne_bytes());
+    }
+
+    /// The value in the cached page of a location.
+    fn read(&self, location: Location) -> Option<u32> {
+        let pinned = self.slabs.cache()?.pin(location)?;
+        let mut value = [0; 4];
+        self.mempool.memory().read(pinned.slot().offset(), &mut value);
+        Some(u32::from_ne_bytes(value))
+    }
+}
+
+fn mempool(blocks: usize) -> Arc<Mempool> {
+    Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).unwrap())
+}
+
+#[test]
+fn a_cached_page_is_found_until_its_block_is_needed() {
+    let mempool = mempool(8);
+    let run = TestRun::new(&mempool, 1);
+    let locations: Vec<_> = (0..4).map(|slab| run.cache(slab)).collect();
+    assert_eq!(locations.iter().map(|location| run.read(*location)).collect::<Vec<_>>(), [
+        Some(0),
+        Some(1),
+        Some(2),
+        Some(3)
+    ]);
+    assert_eq!((mempool.cached_block_count(), mempool.free_block_count()), (4, 8));
+    let owned: Vec<_> = std::iter::from_fn(|| mempool.allocate(&run.user, 1)).collect();
+    assert_eq!(owned.len(), 4, "four are kept for the next user");
+    assert!(locations.iter().all(|location| run.read(*location).is_none()));
+}
+
+#[test]
+fn the_oldest_block_is_given_away_first() {
+    let mempool = mempool(8);
+    let run = TestRun::new(&mempool, 1);
+    let locations: Vec<_> = (0..3).map(|slab| run.cache(slab)).collect();
+    assert_eq!(mempool.shrink_cache(1), 1);
+    assert_eq!(run.read(locations[0]), None);
+    assert_eq!((run.read(locations[1]), run.read(locations[2])), (Some(1), Some(2)));
+    assert_eq!(mempool.shrink_cache(9), 2);
+}
+
+#[test]
+fn the_user_with_the_most_blocks_gives_one_up() {
+    let mempool = mempool(64);
+    let (first, second) = (TestRun::new(&mempool, 1), TestRun::new(&mempool, 2));
+    let of_second = second.cache(0);
+    let of_first: Vec<_> = (0..4).map(|slab| first.cache(slab)).collect();
+    assert_eq!(mempool.shrink_cache(3), 3);
+    assert_eq!(second.read(of_second), Some(0), "the other user had more");
+    assert_eq!(first.read(of_first[3]), Some(3));
+}
+
+#[test]
+fn a_block_without_entries_is_given_away_first() {
+    let mempool = mempool(8);
+    let run = TestRun::new(&mempool, 1);
+    let locations: Vec<_> = (0..3).map(|slab| run.cache(slab)).collect();
+    run.slabs.uncache_held(locations[1]);
+    assert_eq!(mempool.shrink_cache(1), 1);
+    assert_eq!((run.read(locations[0]), run.read(locations[2])), (Some(0), Some(2)));
+}
+
+#[test]
+fn a_page_of_two_programs_stays_when_one_holds_it() {
+    let mempool = mempool(8);
+    let run = TestRun::new(&mempool, 1);
+    let location = run.cache(5);
+    run.slabs.retain(location);
+    run.slabs.uncache_held(location);
+    assert_eq!(run.read(location), Some(5));
+    run.slabs.release(location);
+    run.slabs.uncache_held(location);
+    assert_eq!(run.read(location), None);
+}
+
+fn read_after_release() -> Option<u32> {
+    let run = TestRun::new(&mempool(8), 1);
+    let location = run.cache(5);
+    run.slabs.release(location);
+    run.slabs.occupy(location, 0);
+    run.read(location)
+}
+
+#[test]
+fn a_location_that_gets_new_bytes_is_not_cached() {
+    assert_eq!(read_after_release(), None);
+    assert_eq!(Mutation::KeepStale.while_active(read_after_release), Some(5), "the mutation is noticed");
+}
+
+/// Whether a pinned page keeps its bytes while all blocks are allocated and written.
+fn is_pinned_page_kept() -> bool {
+    let mempool = mempool(8);
+    let run = TestRun::new(&mempool, 1);
+    let locations: Vec<_> = (0..4).map(|slab| run.cache(slab)).collect();
+    let index = run.slabs.cache().unwrap();
+    let pinned = index.pin(locations[0]).expect("it is cached");
+    while let Some(block) = run.mempool.allocate(&run.user, 1) {
+        run.write(block, 99);
+    }
+    let mut value = [0; 4];
+    mempool.memory().read(pinned.slot().offset(), &mut value);
+    u32::from_ne_bytes(value) == 0
+}
+
+#[test]
+fn a_pinned_block_is_not_given_away() {
+    assert!(is_pinned_page_kept());
+    assert!(!Mutation::PunchPinned.while_active(is_pinned_page_kept), "the mutation is noticed");
+}
+
+#[test]
+fn a_pinned_block_does_not_take_the_guarantee_of_others() {
+    let mempool = mempool(8);
+    let run = TestRun::new(&mempool, 1);
+    let locations: Vec<_> = (0..4).map(|slab| run.cache(slab)).collect();
+    let index = run.slabs.cache().unwrap();
+    let _pinned: Vec<_> = locations.iter().map(|location| index.pin(*location).unwrap()).collect();
+    let second = mempool.user(2);
+    assert_eq!(std::iter::from_fn(|| mempool.allocate(&second, 1)).count(), 4);
+}
+
+#[test]
+fn a_run_that_has_ended_has_no_cached_block() {
+    let mempool = mempool(64);
+    let (run, other) = (TestRun::new(&mempool, 1), TestRun::new(&mempool, 1));
+    for slab in 0..4 {
+        run.cache(slab);
+    }
+    let of_other = other.cache(0);
+    mempool.forget_cached(&run.user, &run.slabs);
+    assert_eq!((mempool.cached_block_count(), other.read(of_other)), (1, Some(0)));
+}
+
+#[test]
+fn a_block_is_exchanged_for_another() {
+    let mempool = mempool(8);
+    let run = TestRun::new(&mempool, 1);
+    let block = mempool.allocate(&run.user, 0).unwrap();
+    let index = run.slabs.cache().unwrap();
+    assert_eq!(mempool.exchange(&run.user, block, index, &[]), block, "no page is worth keeping");
+    let location = run.occupy(9);
+    run.write(block, 9);
+    let other = mempool.exchange(&run.user, block, index, &[(3, location)]);
+    assert_ne!(other, block);
+    assert_eq!((run.read(location), run.user.blocks()), (Some(9), 1));
+}
