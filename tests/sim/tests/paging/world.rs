@@ -234,6 +234,8 @@ pub struct PagingWorld {
     pub agent_may_die: bool,
     pub failure: Option<String>,
     pub counts: PagingCounts,
+    /// Whether reclaimed pages may stay in the page cache.
+    has_cache: bool,
     /// The counters of all monitors.
     pub stats: Arc<FaultStats>,
     /// The bias of the schedule.
@@ -250,7 +252,11 @@ impl PagingWorld {
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
         let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
-        slabs.set_cache(mempool.new_cache_index().expect("memory"));
+        // Without a cache more reads reach memory nodes.
+        let has_cache = seed.is_multiple_of(3);
+        if has_cache {
+            slabs.set_cache(mempool.new_cache_index().expect("memory"));
+        }
         // The mempool share is four blocks. The monitor keeps 128 pages free, and most limits let
         // some pages be resident all the same.
         let moves_often =
@@ -303,6 +309,7 @@ impl PagingWorld {
             agent_may_die: false,
             failure: None,
             counts: PagingCounts::default(),
+            has_cache,
             stats: Arc::default(),
             joining: None,
             rng,
@@ -320,7 +327,7 @@ impl PagingWorld {
             match self.rng.below(16) {
                 0..10 => self.run_random_thread(),
                 10..12 => self.run_sender(),
-                12 if self.rng.chance(1, 4) => {
+                12 if self.has_cache && self.rng.chance(1, 4) => {
                     self.counts.cache_drops += self.mempool.shrink_cache(1) as u64;
                 }
                 12..15 => {
@@ -416,7 +423,9 @@ impl PagingWorld {
         self.check_cache();
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
         self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.cluster.replicas));
-        self.slabs.set_cache(self.mempool.new_cache_index().expect("memory"));
+        if self.has_cache {
+            self.slabs.set_cache(self.mempool.new_cache_index().expect("memory"));
+        }
         let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
         let limit = (self.budget.resident_max() + blocks) * aquifer_pager::PAGE_BYTES as u64;
         self.budget = Arc::new(Budget::new(limit));
