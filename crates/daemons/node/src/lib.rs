@@ -26,7 +26,7 @@ mod kept_memory;
 mod lending;
 mod maintenance;
 mod membership;
-pub mod memory;
+mod memory;
 mod metrics;
 pub mod recovered_hosts;
 mod resizer;

@@ -7,12 +7,13 @@ use std::sync::Arc;
 
 use aquifer_directory::names::ResizeBlocker;
 use aquifer_fabric::Target;
+use aquifer_host_memory::available_bytes;
 use aquifer_pool::NodeMemory;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::AlignedRun;
 
 use crate::lending::{Lending, LendingStatus};
-use crate::memory::{affordable_bytes, available_bytes, next_lent_bytes};
+use crate::memory::{affordable_bytes, next_lent_bytes};
 use crate::self_client::{SelfClient, SelfClientError, allocate_group};
 use crate::shutdown::Shutdown;
 

@@ -17,6 +17,7 @@ use aquifer_fabric::{
     Admission, FabricAddress, Host, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS,
 };
 use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
+use aquifer_host_memory::available_bytes;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory, NodeMemoryError};
 
@@ -29,7 +30,7 @@ use crate::kept_memory::{KeepOptions, MemoryKeeper, RestoredMemory};
 use crate::lending::Lending;
 use crate::maintenance::MaintenanceThread;
 use crate::membership::{JoiningNode, NodeMembership, WatchEnd};
-use crate::memory::{affordable_bytes, available_bytes};
+use crate::memory::affordable_bytes;
 use crate::metrics;
 use crate::resizer::Resizer;
 use crate::self_client::{SelfAddress, SelfClient};

@@ -42,6 +42,8 @@ impl BlockId {
 }
 
 const BLOCK_PAGES_U32: u32 = 64;
+/// Bytes of a block.
+const BLOCK_BYTES: usize = BLOCK_PAGES * PAGE_BYTES;
 
 impl Slot {
     /// The block of the slot, and the slot's index in the block.
@@ -113,10 +115,34 @@ impl MempoolUser {
     }
 }
 
+/// The free blocks.
+#[derive(Debug, Default)]
+struct FreeBlocks {
+    /// Blocks that may have memory of the system.
+    backed: Vec<BlockId>,
+    /// Blocks without memory, which get some when they are written.
+    unbacked: Vec<BlockId>,
+}
+
+impl FreeBlocks {
+    fn len(&self) -> usize {
+        self.backed.len() + self.unbacked.len()
+    }
+
+    /// Removes a block, preferably one with memory, which is faster to write.
+    fn pop(&mut self) -> Option<BlockId> {
+        self.backed.pop().or_else(|| self.unbacked.pop())
+    }
+
+    fn push(&mut self, block: BlockId) {
+        self.backed.push(block);
+    }
+}
+
 /// The blocks that no volume owns, and the users with volumes.
 #[derive(Debug)]
 struct MempoolState {
-    free: Vec<BlockId>,
+    free: FreeBlocks,
     /// Blocks that are given away when none is free.
     cached: CachedBlocks,
     users: Vec<Arc<MempoolUser>>,
@@ -174,6 +200,8 @@ pub struct Mempool {
     blocks: usize,
     is_pool_short: Arc<AtomicBool>,
     damaged_cached_pages: AtomicU64,
+    /// Number of blocks that may have memory, see [`Self::set_backed_max`].
+    backed_max: AtomicU64,
 }
 
 impl Mempool {
@@ -182,14 +210,14 @@ impl Mempool {
     /// # Errors
     /// If the system gives no address space for it.
     pub fn new(bytes: usize) -> std::io::Result<Self> {
-        let blocks = (bytes / (BLOCK_PAGES * PAGE_BYTES)).clamp(1, 1 << 20);
-        let memory = Memory::create("aquifer-mempool", blocks * BLOCK_PAGES * PAGE_BYTES)?;
+        let blocks = (bytes / BLOCK_BYTES).clamp(1, 1 << 20);
+        let memory = Memory::create("aquifer-mempool", blocks * BLOCK_BYTES)?;
         let free =
             (0..blocks).rev().map(|block| BlockId(u32::try_from(block).expect("at most 2^20"))).collect();
-        Ok(Self::with(memory, blocks, free))
+        Ok(Self::with(memory, blocks, FreeBlocks { backed: Vec::new(), unbacked: free }))
     }
 
-    fn with(memory: Memory, blocks: usize, free: Vec<BlockId>) -> Self {
+    fn with(memory: Memory, blocks: usize, free: FreeBlocks) -> Self {
         let state = MempoolState { free, cached: CachedBlocks::new(blocks), users: Vec::new() };
         Self {
             memory: Arc::new(memory),
@@ -197,6 +225,7 @@ impl Mempool {
             blocks,
             is_pool_short: Arc::default(),
             damaged_cached_pages: AtomicU64::new(0),
+            backed_max: AtomicU64::new(u64::MAX),
         }
     }
 
@@ -204,16 +233,16 @@ impl Mempool {
     /// [`Self::finish_recovery`].
     #[must_use]
     pub fn recover(memory: Memory) -> Self {
-        let blocks = memory.len() / (BLOCK_PAGES * PAGE_BYTES);
-        Self::with(memory, blocks, Vec::new())
+        let blocks = memory.len() / BLOCK_BYTES;
+        Self::with(memory, blocks, FreeBlocks::default())
     }
 
     /// Ends the recovery: all blocks but those in `used`, which the recovered volumes own, are
     /// free.
     pub fn finish_recovery(&self, used: &HashSet<BlockId>) {
         let blocks = (0..self.blocks).map(|block| BlockId(u32::try_from(block).expect("at most 2^20")));
-        let free = blocks.rev().filter(|block| !used.contains(block)).collect();
-        self.state.lock().free = free;
+        let backed = blocks.rev().filter(|block| !used.contains(block)).collect();
+        self.state.lock().free = FreeBlocks { backed, unbacked: Vec::new() };
     }
 
     /// The memory of the slots, to be registered with endpoints.
@@ -260,7 +289,7 @@ impl Mempool {
     /// Frees a block of a user. None of its slots may be in use.
     pub fn free(&self, user: &MempoolUser, block: BlockId) {
         let mut state = self.state.lock();
-        debug_assert!(!state.free.contains(&block), "{block:?} was freed twice");
+        debug_assert!(!state.free.backed.contains(&block), "{block:?} was freed twice");
         user.blocks.fetch_sub(1, Relaxed);
         state.free.push(block);
     }
@@ -306,7 +335,9 @@ impl Mempool {
             return block;
         }
         let mut state = self.state.lock();
-        let has_spare = state.free.len() > state.reserve(user, self.guarantee());
+        let is_below_max = (self.blocks - state.free.unbacked.len()) as u64 <= self.backed_max.load(Relaxed);
+        let may_take_free = is_below_max || !state.free.backed.is_empty();
+        let has_spare = may_take_free && state.free.len() > state.reserve(user, self.guarantee());
         let other = if has_spare { state.free.pop() } else { state.cached.take() };
         let Some(other) = other else { return block };
         state.cached.insert(user.uid, block, index, entries);
@@ -326,8 +357,36 @@ impl Mempool {
     pub fn shrink_cache(&self, blocks: usize) -> usize {
         let mut state = self.state.lock();
         let dropped = std::iter::from_fn(|| state.cached.take()).take(blocks).collect::<Vec<_>>();
-        state.free.extend(&dropped);
+        state.free.backed.extend(&dropped);
         dropped.len()
+    }
+
+    /// Returns the memory of a block that no volume owns to the system: of a free block, or else of
+    /// a cached one. Returns false if there is none.
+    ///
+    /// The lock is held for the 20 to 40 µs of one block, so that a volume never finds fewer blocks
+    /// than it is guaranteed.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn release_block_memory(&self) -> std::io::Result<bool> {
+        let mut state = self.state.lock();
+        let Some(block) = state.free.backed.pop().or_else(|| state.cached.take()) else { return Ok(false) };
+        let released = self.memory.punch(block.slot(0).offset(), BLOCK_BYTES);
+        state.free.unbacked.push(block);
+        released.map(|()| true)
+    }
+
+    /// Bytes of memory that the blocks have, at most.
+    #[must_use]
+    pub fn backed_bytes(&self) -> u64 {
+        (self.blocks - self.state.lock().free.unbacked.len()) as u64 * BLOCK_BYTES as u64
+    }
+
+    /// Sets the number of bytes that all blocks may have before cached blocks are given away in
+    /// place of free blocks without memory.
+    pub fn set_backed_max(&self, bytes: u64) {
+        self.backed_max.store(bytes / BLOCK_BYTES as u64, Relaxed);
     }
 
     pub(crate) fn count_damaged_cached_page(&self) {

@@ -33,7 +33,7 @@ use crate::cli::{
 use crate::say::log_to_stderr;
 use crate::settings::{AgentSettings, HeapServiceSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
-use aquifer_node::memory::available_bytes;
+use aquifer_host_memory::available_bytes;
 
 /// Largest default size of the mempool.
 const MEMPOOL_BYTES_MAX: u64 = 4 << 30;
