@@ -24,10 +24,29 @@ const V2: ControllerFiles =
 /// The least memory in bytes that is left below the limits of this process's memory cgroup and its
 /// ancestors; `None` if none has a limit.
 pub fn remaining_bytes() -> Option<u64> {
+    let (folders, files) = folders()?;
+    folders.iter().filter_map(|folder| remaining_in(folder, files)).min()
+}
+
+/// The least limit in bytes of this process's memory cgroup and its ancestors; `None` if none has
+/// one.
+pub fn limit_bytes() -> Option<u64> {
+    let (folders, files) = folders()?;
+    folders.iter().filter_map(|folder| limit_of(folder, files)).min()
+}
+
+/// The file with the memory pressure in this process's cgroup, which only version 2 has. The root
+/// cgroup has none.
+pub fn pressure_file() -> Option<PathBuf> {
+    Some(folders()?.0.first()?.join("memory.pressure"))
+}
+
+/// The folders of this process's memory cgroup and of its ancestors, in this order.
+fn folders() -> Option<(Vec<PathBuf>, ControllerFiles)> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (root, path, files) = find(&own)?;
-    let folders = Path::new(&path).ancestors().map(|path| root.join(path.strip_prefix("/").unwrap_or(path)));
-    folders.filter_map(|folder| remaining_in(&folder, files)).min()
+    let folder = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+    Some((Path::new(&path).ancestors().map(folder).collect(), files))
 }
 
 /// Finds the mount point of the memory controller, the cgroup of this process in it, and its files
@@ -51,11 +70,17 @@ fn find(own: &str) -> Option<(PathBuf, String, ControllerFiles)> {
 /// The memory in bytes that is left below the limit of one cgroup; `None` if it has no limit.
 fn remaining_in(folder: &Path, files: ControllerFiles) -> Option<u64> {
     let read = |name| std::fs::read_to_string(folder.join(name)).ok();
-    // Without a limit, version 2 has the word "max" here, and version 1 a huge number.
-    let limit: u64 = read(files.limit)?.trim().parse().ok().filter(|limit| *limit < 1 << 60)?;
+    let limit = limit_of(folder, files)?;
     let used: u64 = read(files.used)?.trim().parse().ok()?;
     let cache = read("memory.stat").and_then(|stat| value_of(&stat, files.cache)).unwrap_or(0);
     Some(limit.saturating_sub(used.saturating_sub(cache)))
+}
+
+/// The limit of one cgroup in bytes, if it has one.
+fn limit_of(folder: &Path, files: ControllerFiles) -> Option<u64> {
+    let text = std::fs::read_to_string(folder.join(files.limit)).ok()?;
+    // Without a limit, version 2 has the word "max" here, and version 1 a huge number.
+    text.trim().parse().ok().filter(|limit| *limit < 1 << 60)
 }
 
 fn value_of(stat: &str, name: &str) -> Option<u64> {

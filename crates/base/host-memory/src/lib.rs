@@ -1,12 +1,13 @@
-//! The memory that this machine has available for its daemons.
+//! The memory that this machine has, and how much of it is available for its daemons.
 
 #![forbid(unsafe_code)]
 
 mod cgroup;
 
 use std::io;
+use std::path::PathBuf;
 
-/// The kernel's file with the available memory.
+/// The kernel's file with the sizes of memory.
 const MEMINFO: &str = "/proc/meminfo";
 
 /// Memory that this process can use without swapping, in bytes: the kernel's estimate, or the rest
@@ -15,15 +16,38 @@ const MEMINFO: &str = "/proc/meminfo";
 /// # Errors
 /// If the kernel's file cannot be read or parsed.
 pub fn available_bytes() -> io::Result<u64> {
-    let text = std::fs::read_to_string(MEMINFO)?;
-    let available = parse_available(&text).ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} has no valid MemAvailable"))
-    })?;
+    let available = read("MemAvailable:")?;
     Ok(cgroup::remaining_bytes().map_or(available, |remaining| remaining.min(available)))
 }
 
-fn parse_available(text: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+/// The memory of this machine in bytes, or the smallest limit of the memory cgroups of this
+/// process if that is less.
+///
+/// # Errors
+/// If the kernel's file cannot be read or parsed.
+pub fn total_bytes() -> io::Result<u64> {
+    let total = read("MemTotal:")?;
+    Ok(cgroup::limit_bytes().map_or(total, |limit| limit.min(total)))
+}
+
+/// The kernel's files that say how long processes wait for memory (PSI): that of the machine, and
+/// that of the memory cgroup of this process, as far as they exist.
+#[must_use]
+pub fn pressure_files() -> Vec<PathBuf> {
+    let of_machine = PathBuf::from("/proc/pressure/memory");
+    [Some(of_machine), cgroup::pressure_file()].into_iter().flatten().filter(|path| path.exists()).collect()
+}
+
+fn read(name: &str) -> io::Result<u64> {
+    let text = std::fs::read_to_string(MEMINFO)?;
+    parse(&text, name).ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} has no valid {name}"))
+    })
+}
+
+/// Parses a line such as `MemTotal:  100 kB`, and returns the bytes.
+fn parse(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -35,11 +59,13 @@ mod tests {
     #[test]
     fn meminfo_is_parsed_and_malformed_text_is_refused() {
         let text = "MemTotal:       100 kB\nMemAvailable:   25 kB\nBuffers: 1 kB\n";
-        assert_eq!(parse_available(text), Some(25 * 1024));
+        let available = |text: &str| parse(text, "MemAvailable:");
+        assert_eq!((available(text), parse(text, "MemTotal:")), (Some(25 * 1024), Some(100 * 1024)));
         for odd in ["", "MemTotal: 5 kB", "MemAvailable: 5", "MemAvailable: -5 kB", "MemAvailable: x kB"] {
-            assert_eq!(parse_available(odd), None, "{odd}");
+            assert_eq!(available(odd), None, "{odd}");
         }
-        assert_eq!(parse_available("MemAvailable: 18446744073709551615 kB"), None);
-        assert!(available_bytes().expect("this machine has /proc/meminfo") > 0);
+        assert_eq!(available("MemAvailable: 18446744073709551615 kB"), None);
+        let available = available_bytes().expect("this machine has /proc/meminfo");
+        assert!(available > 0 && available <= total_bytes().expect("this machine has /proc/meminfo"));
     }
 }

@@ -157,7 +157,8 @@ pub struct UpArguments {
     /// shm]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
-    /// Largest size of the agent's mempool [default: half of the available memory, at most 4G]
+    /// Largest size of the agent's mempool, with the page cache [default: half of the available
+    /// memory]
     #[arg(long, value_name = "SIZE", value_parser = parse_mempool)]
     pub mempool: Option<u64>,
     /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default:

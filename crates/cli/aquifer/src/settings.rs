@@ -218,10 +218,15 @@ pub struct HeapServiceSettings {
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub struct AgentSettings {
-    /// Largest size of the mempool [default: half of the available memory, at most 4G]
+    /// Largest size of the mempool, with the page cache [default: half of the available memory]
     #[arg(long, value_name = "SIZE", value_parser = parse_mempool)]
     #[serde(deserialize_with = "mempool_bytes")]
     pub mempool: Option<u64>,
+    /// Keep this much memory of the machine available: the page cache returns its memory before less
+    /// is [default: a 16th of the machine's memory, 64M to 4G]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub keep_free: Option<u64>,
     /// Most remote memory that the sessions of one user may hold as extents [default: half of what
     /// the nodes lend]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -343,6 +348,7 @@ impl Settings for AgentSettings {
     fn or(self, other: Self) -> Self {
         Self {
             mempool: self.mempool.or(other.mempool),
+            keep_free: self.keep_free.or(other.keep_free),
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
             pages_per_user: self.pages_per_user.or(other.pages_per_user),
             pages_share: self.pages_share.or(other.pages_share),

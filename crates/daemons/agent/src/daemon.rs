@@ -40,6 +40,7 @@ use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
 use crate::host_state::{HostState, new_mempool};
 use crate::listeners::Listeners;
+use crate::memory_governor;
 use crate::metrics;
 use crate::swap_servers::SwapServers;
 use segments::{restorable_segments, start_segments};
@@ -67,6 +68,9 @@ pub struct AgentOptions {
     pub mempool_bytes: usize,
     /// Memory of this machine that is available, in bytes.
     pub available_bytes: u64,
+    /// Memory of this machine that stays available, in bytes: the page cache returns its memory
+    /// before less is.
+    pub keep_free_bytes: u64,
     /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
     pub extents_per_user: Option<u64>,
     /// Most pool memory of the runs of one user, in bytes. `None`: all that the nodes lend.
@@ -440,9 +444,11 @@ fn start_services(
     kept: Vec<RestoredItem>,
     resumes: bool,
 ) -> Result<(Arc<PagingService>, Arc<SessionService>), AgentError> {
+    let mempool = Arc::new(mempool);
+    memory_governor::start(Arc::downgrade(&mempool), options.keep_free_bytes).map_err(AgentError::Threads)?;
     let service = PagingService::new(
         Arc::clone(host) as Arc<dyn AgentServices>,
-        Arc::new(mempool),
+        mempool,
         PoolLimits {
             bytes_per_user: options.pages_per_user,
             share_bytes: options.pages_share,

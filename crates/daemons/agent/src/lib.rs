@@ -6,6 +6,7 @@
 //! - `host_state`: the state of the host itself, which the keeper holds across restarts of the
 //!   agent.
 //! - `listeners`: the sockets at which users connect, and the gateway that accepts there.
+//! - `memory_governor`: gives memory that nobody needs to the page cache, and takes it back.
 //! - `connections`: connections of programs and of the command line.
 //! - `swap_servers`: connections of the servers of swap devices.
 //! - `report`: statistics as JSON; `metrics`: statistics for Prometheus.
@@ -15,6 +16,7 @@ mod daemon;
 mod heap_tickets;
 mod host_state;
 mod listeners;
+mod memory_governor;
 mod metrics;
 mod node_watch;
 mod report;
@@ -24,3 +26,4 @@ mod swap_servers;
 pub use aquifer_faults::serve::can_serve_programs;
 pub use daemon::{AgentError, AgentOptions, SegmentSettings, serve};
 pub use listeners::GATEWAY_COMMAND;
+pub use memory_governor::default_keep_free;

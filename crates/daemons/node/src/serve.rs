@@ -16,8 +16,8 @@ use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{
     Admission, FabricAddress, Host, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS,
 };
-use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
 use aquifer_host_memory::available_bytes;
+use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory, NodeMemoryError};
 

@@ -116,6 +116,7 @@ fn register(
     part: usize,
     longest: usize,
 ) -> io::Result<Registration> {
+    memory.pin();
     let start = part * PART_BYTES;
     let end = (start + PART_BYTES + longest).min(memory.len());
     let base = u64_from(memory.as_ptr().addr() + start);

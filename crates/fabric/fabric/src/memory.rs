@@ -9,7 +9,8 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
 use rustix::mm::{MapFlags, ProtFlags};
 
 /// Longest transfer, in bytes, that is copied word by word when both ends are 8-aligned.
@@ -22,6 +23,8 @@ pub struct Memory {
     start: NonNull<u8>,
     len: usize,
     is_writable: bool,
+    /// Whether a device has pinned pages. Locked during [`Memory::release_pages`].
+    is_pinned: Mutex<bool>,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread. All access goes through raw copies
@@ -125,7 +128,7 @@ impl Memory {
         let start = unsafe { std::alloc::alloc_zeroed(layout_of(len)) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
         let fd = Some(Arc::new(std::fs::File::open("/dev/null")?.into()));
-        Ok(Self { fd, start, len, is_writable: true })
+        Ok(Self { fd, start, len, is_writable: true, is_pinned: Mutex::new(false) })
     }
 
     /// Maps the first `len` bytes of a memfd that another process passed.
@@ -201,7 +204,7 @@ impl Memory {
         };
         let start = NonNull::new(start.cast::<u8>())
             .ok_or_else(|| refused("the kernel mapped memory at address zero".into()))?;
-        Ok(Self { fd: Some(Arc::new(fd)), start, len, is_writable })
+        Ok(Self { fd: Some(Arc::new(fd)), start, len, is_writable, is_pinned: Mutex::new(false) })
     }
 
     /// Length in bytes.
@@ -318,6 +321,47 @@ impl Memory {
         self.range(offset, len);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(self.fd(), flags, u64_from(offset), u64_from(len))?)
+    }
+
+    /// Records that a device is about to pin pages of this memory. Their memory cannot be returned
+    /// to the system from then on: the device would go on with pages that are not the memory's any
+    /// more.
+    pub fn pin(&self) {
+        *self.is_pinned.lock() = true;
+    }
+
+    /// Whether a device may have pinned pages of this memory.
+    #[must_use]
+    pub fn is_pinned(&self) -> bool {
+        *self.is_pinned.lock()
+    }
+
+    /// Returns pages to the system as [`Self::punch`] does, unless a device may have pinned some.
+    /// Returns whether it did.
+    ///
+    /// # Errors
+    /// As [`Self::punch`].
+    ///
+    /// # Panics
+    /// As [`Self::punch`].
+    pub fn release_pages(&self, offset: usize, len: usize) -> io::Result<bool> {
+        let is_pinned = self.is_pinned.lock();
+        if !*is_pinned {
+            self.punch(offset, len)?;
+        }
+        Ok(!*is_pinned)
+    }
+
+    /// The offset of the first page at or after `offset` that has memory; `None` if there is none.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn next_allocated(&self, offset: usize) -> io::Result<Option<usize>> {
+        match rustix::fs::seek(self.fd(), SeekFrom::Data(u64_from(offset))) {
+            Ok(found) => Ok(usize::try_from(found).ok()),
+            Err(rustix::io::Errno::NXIO) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Reads bytes without creating pages: a page that was never written reads as zeros.
@@ -502,6 +546,22 @@ mod tests {
         one.punch(0, 10_000).unwrap();
         two.read(9_990, &mut seen);
         assert_eq!(seen, [0; 10]);
+    }
+
+    #[cfg(not(miri))]
+    #[test]
+    fn pages_are_returned_to_the_system_unless_a_device_has_pinned_them() {
+        let memory = Memory::create("test", 16 * 4096).unwrap();
+        assert_eq!(memory.next_allocated(0).unwrap(), None);
+        memory.write(5 * 4096 + 7, &[9]);
+        assert_eq!(memory.next_allocated(4096).unwrap(), Some(5 * 4096));
+        assert_eq!(memory.next_allocated(6 * 4096).unwrap(), None);
+        assert!(memory.release_pages(5 * 4096, 4096).unwrap());
+        assert_eq!(memory.allocated_bytes().unwrap(), 0);
+        memory.write(5 * 4096, &[9]);
+        memory.pin();
+        assert!(memory.is_pinned() && !memory.release_pages(5 * 4096, 4096).unwrap());
+        assert_eq!(memory.allocated_bytes().unwrap(), 4096);
     }
 
     #[cfg(not(miri))]

@@ -73,7 +73,13 @@ impl CachedBlocks {
     /// Caches a block of a user: page `i` of `entries` is in the slot with its index.
     ///
     /// The caller must hold references to the locations, and owns the block no more.
-    pub fn insert(&mut self, uid: u32, block: BlockId, index: &Arc<CacheIndex>, entries: &[(usize, Location)]) {
+    pub fn insert(
+        &mut self,
+        uid: u32,
+        block: BlockId,
+        index: &Arc<CacheIndex>,
+        entries: &[(usize, Location)],
+    ) {
         self.sequence += 1;
         let cached = CachedBlock { uid, index: Arc::downgrade(index), sequence: self.sequence };
         self.blocks[block.0 as usize] = Some(cached);
@@ -123,7 +129,9 @@ impl CachedBlocks {
             let queue = self.queues.iter_mut().filter(of_user).max_by_key(|queue| queue.cached)?;
             let mut pinned = 0;
             let mut at = 0;
-            while let Some((block, sequence)) = queue.blocks.get(at).copied().filter(|_| pinned < PASSED_OVER_MAX) {
+            while let Some((block, sequence)) =
+                queue.blocks.get(at).copied().filter(|_| pinned < PASSED_OVER_MAX)
+            {
                 let is_stale =
                     self.blocks[block.0 as usize].as_ref().is_none_or(|cached| cached.sequence != sequence);
                 if is_stale {

@@ -174,13 +174,15 @@ impl MempoolState {
     /// Removes a block that no volume owns. Returns `None` if only blocks are left that are pinned
     /// or that are kept free for other users.
     ///
-    /// What is kept free is not in the cache, where a block may be pinned.
-    fn take(&mut self, user: &MempoolUser, guarantee: usize) -> Option<BlockId> {
+    /// What is kept free is not in the cache, where a block may be pinned. Unless `may_back` is
+    /// true, a free block without memory is the last choice.
+    fn take(&mut self, user: &MempoolUser, guarantee: usize, may_back: bool) -> Option<BlockId> {
         let reserve = self.reserve(user, guarantee);
-        let block = if user.blocks() < guarantee || self.free.len() > reserve {
+        let has_free = user.blocks() < guarantee || self.free.len() > reserve;
+        let block = if has_free && (may_back || !self.free.backed.is_empty()) {
             self.free.pop().or_else(|| self.cached.take())
         } else {
-            self.cached.take()
+            self.cached.take().or_else(|| if has_free { self.free.pop() } else { None })
         };
         while self.free.len() < reserve
             && let Some(freed) = self.cached.take()
@@ -240,9 +242,21 @@ impl Mempool {
     /// Ends the recovery: all blocks but those in `used`, which the recovered volumes own, are
     /// free.
     pub fn finish_recovery(&self, used: &HashSet<BlockId>) {
-        let blocks = (0..self.blocks).map(|block| BlockId(u32::try_from(block).expect("at most 2^20")));
-        let backed = blocks.rev().filter(|block| !used.contains(block)).collect();
-        self.state.lock().free = FreeBlocks { backed, unbacked: Vec::new() };
+        let mut free = FreeBlocks::default();
+        let mut next_allocated = Some(0);
+        for block in (0..self.blocks).map(|block| BlockId(u32::try_from(block).expect("at most 2^20"))) {
+            let (start, end) = (block.slot(0).offset(), block.slot(0).offset() + BLOCK_BYTES);
+            if next_allocated.is_some_and(|at| at < start) {
+                // Without an answer the block counts as one with memory.
+                next_allocated = self.memory.next_allocated(start).unwrap_or(Some(start));
+            }
+            let is_backed = next_allocated.is_some_and(|at| at < end);
+            if !used.contains(&block) {
+                if is_backed { free.backed.push(block) } else { free.unbacked.push(block) }
+            }
+        }
+        free.unbacked.reverse();
+        self.state.lock().free = free;
     }
 
     /// The memory of the slots, to be registered with endpoints.
@@ -273,7 +287,8 @@ impl Mempool {
         if state.available(user, self.guarantee()) <= for_waiting {
             return None;
         }
-        let block = state.take(user, self.guarantee())?;
+        let may_back = self.may_back_block(&state);
+        let block = state.take(user, self.guarantee(), may_back)?;
         user.blocks.fetch_add(1, Relaxed);
         Some(block)
     }
@@ -289,7 +304,6 @@ impl Mempool {
     /// Frees a block of a user. None of its slots may be in use.
     pub fn free(&self, user: &MempoolUser, block: BlockId) {
         let mut state = self.state.lock();
-        debug_assert!(!state.free.backed.contains(&block), "{block:?} was freed twice");
         user.blocks.fetch_sub(1, Relaxed);
         state.free.push(block);
     }
@@ -335,8 +349,7 @@ impl Mempool {
             return block;
         }
         let mut state = self.state.lock();
-        let is_below_max = (self.blocks - state.free.unbacked.len()) as u64 <= self.backed_max.load(Relaxed);
-        let may_take_free = is_below_max || !state.free.backed.is_empty();
+        let may_take_free = self.may_back_block(&state) || !state.free.backed.is_empty();
         let has_spare = may_take_free && state.free.len() > state.reserve(user, self.guarantee());
         let other = if has_spare { state.free.pop() } else { state.cached.take() };
         let Some(other) = other else { return block };
@@ -362,7 +375,7 @@ impl Mempool {
     }
 
     /// Returns the memory of a block that no volume owns to the system: of a free block, or else of
-    /// a cached one. Returns false if there is none.
+    /// a cached one. Returns false if there is none, or if a device has pinned the mempool.
     ///
     /// The lock is held for the 20 to 40 µs of one block, so that a volume never finds fewer blocks
     /// than it is guaranteed.
@@ -372,9 +385,18 @@ impl Mempool {
     pub fn release_block_memory(&self) -> std::io::Result<bool> {
         let mut state = self.state.lock();
         let Some(block) = state.free.backed.pop().or_else(|| state.cached.take()) else { return Ok(false) };
-        let released = self.memory.punch(block.slot(0).offset(), BLOCK_BYTES);
-        state.free.unbacked.push(block);
-        released.map(|()| true)
+        let released = self.memory.release_pages(block.slot(0).offset(), BLOCK_BYTES);
+        if matches!(released, Ok(true)) {
+            state.free.unbacked.push(block);
+        } else {
+            state.free.backed.push(block);
+        }
+        released
+    }
+
+    /// Whether a block without memory may get some although cached blocks could be given away.
+    fn may_back_block(&self, state: &MempoolState) -> bool {
+        ((self.blocks - state.free.unbacked.len()) as u64) < self.backed_max.load(Relaxed)
     }
 
     /// Bytes of memory that the blocks have, at most.
@@ -486,6 +508,25 @@ mod tests {
         let user = pool.user(1);
         assert!(Arc::ptr_eq(&user, &pool.user(1)));
         assert_eq!(std::iter::from_fn(|| pool.allocate(&user, 1)).count(), 60);
+    }
+
+    #[test]
+    fn the_memory_of_free_blocks_returns_to_the_system() {
+        let pool = Mempool::new(8 * BLOCK_BYTES).unwrap();
+        let user = MempoolUser::default();
+        let blocks: Vec<_> = (0..3).map(|_| pool.allocate(&user, 0).unwrap()).collect();
+        blocks.iter().for_each(|block| pool.memory().write(block.slot(7).offset(), &[1; PAGE_BYTES]));
+        assert_eq!(pool.backed_bytes(), 3 * BLOCK_BYTES as u64);
+        assert!(!pool.release_block_memory().unwrap(), "the blocks are in use");
+        pool.free(&user, blocks[1]);
+        assert!(pool.release_block_memory().unwrap() && !pool.release_block_memory().unwrap());
+        assert_eq!(pool.memory().allocated_bytes().unwrap(), 2 * PAGE_BYTES as u64);
+        let recovered = Mempool::recover(Memory::whole(pool.memory().fd().try_clone_to_owned().unwrap()).unwrap());
+        recovered.finish_recovery(&HashSet::from([blocks[0]]));
+        assert_eq!(recovered.backed_bytes(), 2 * BLOCK_BYTES as u64);
+        assert!(recovered.release_block_memory().unwrap() && !recovered.release_block_memory().unwrap());
+        assert_eq!(recovered.memory().allocated_bytes().unwrap(), PAGE_BYTES as u64);
+        assert_eq!(recovered.free_block_count(), 7);
     }
 
     #[test]

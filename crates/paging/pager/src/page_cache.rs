@@ -8,7 +8,9 @@
 //! A reader pins the block of an entry, and a block that is pinned is not given to anybody.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 
 use aquifer_fabric::Memory;
 use parking_lot::Mutex;

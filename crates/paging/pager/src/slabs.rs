@@ -6,11 +6,11 @@
 //! may release a location. The records are in memory that can outlive the daemon. Format:
 //! `docs/formats/paging.md`, "Slab records".
 
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::Release,
 };
+use std::sync::{Arc, OnceLock};
 
 use aquifer_fabric::{Key, Memory, RemoteAddr};
 use aquifer_pool::{Extent, NodeId, SizeClass};

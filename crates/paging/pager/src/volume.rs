@@ -8,6 +8,7 @@
 mod absorb;
 mod blocks;
 mod cached;
+mod owned_blocks;
 mod recovery;
 mod repack;
 
@@ -22,6 +23,8 @@ use crate::mutation::Mutation;
 use crate::page::{Location, PageNumber, PageState, PageWord};
 use crate::slabs::SlabSet;
 use crate::table::{PageTable, TableError};
+
+use owned_blocks::{OwnedBlocks, VolumeBlock};
 
 pub use absorb::SealedBlock;
 
@@ -54,15 +57,6 @@ pub enum StageOutcome {
     Unreadable,
 }
 
-/// A block of the mempool that this volume owns.
-#[derive(Debug)]
-struct VolumeBlock {
-    id: BlockId,
-    pages: Batch,
-    locations: Vec<Option<Location>>,
-    phase: BlockPhase,
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum BlockPhase {
     /// The batch is on its way into the mempool.
@@ -90,8 +84,7 @@ pub struct Volume {
     held: u64,
     /// Number of pages that were picked for eviction so far.
     departures: u64,
-    /// Indexed by block number; `None` where this volume does not own the block.
-    blocks: Vec<Option<VolumeBlock>>,
+    blocks: OwnedBlocks,
     reclaimable: VecDeque<BlockId>,
     /// Blocks for batches that had left the program before a restart.
     reserved: Vec<BlockId>,
@@ -114,8 +107,6 @@ impl Volume {
     /// # Errors
     /// If there is no memory for its page table.
     pub fn new(slabs: Arc<SlabSet>, mempool: Arc<Mempool>, budget: Arc<Budget>) -> Result<Self, TableError> {
-        let mut blocks = Vec::new();
-        blocks.resize_with(mempool.blocks(), || None);
         Ok(Self {
             table: PageTable::new()?,
             slabs,
@@ -125,7 +116,7 @@ impl Volume {
             inherited: VecDeque::new(),
             held: 0,
             departures: 0,
-            blocks,
+            blocks: OwnedBlocks::default(),
             reclaimable: VecDeque::new(),
             reserved: Vec::new(),
             blocks_in_flight: 0,
@@ -191,7 +182,7 @@ impl Volume {
     #[must_use]
     pub fn is_leaving(&self) -> bool {
         self.blocks_in_flight > 0
-            && self.blocks.iter().flatten().any(|block| block.phase == BlockPhase::Leaving)
+            && self.blocks.iter().any(|block| block.phase == BlockPhase::Leaving)
     }
 
     /// Records that the page is resident in the program with its newest bytes.
@@ -342,9 +333,7 @@ impl Volume {
         block.pages.extend_from_slice(pages);
         block.locations.clear();
         block.locations.resize(pages.len(), None);
-        let place = &mut self.blocks[id.0 as usize];
-        assert!(place.is_none(), "{id:?} is in use");
-        *place = Some(block);
+        self.blocks.insert(block);
         self.blocks_in_flight += 1;
     }
 
@@ -373,7 +362,7 @@ impl Volume {
             self.table.set(page, word.with_state(state));
         }
         block.phase = BlockPhase::Staged;
-        self.blocks[id.0 as usize] = Some(block);
+        self.blocks.insert(block);
     }
 
     /// Records that memory nodes have acknowledged the batch: page `i` of it is at `locations[i]`.
@@ -400,7 +389,7 @@ impl Volume {
         }
         block.phase = BlockPhase::Reclaimable;
         self.blocks_in_flight -= 1;
-        self.blocks[id.0 as usize] = Some(block);
+        self.blocks.insert(block);
         self.reclaimable.push_back(id);
     }
 
@@ -459,7 +448,7 @@ impl Volume {
             }
             PageState::Reclaimable(slot) => {
                 let (id, index) = slot.block();
-                let block = blocks[id.0 as usize].as_mut().expect("its block is in use");
+                let block = blocks.owned_mut(id);
                 slabs.release(block.locations[index].take().expect("reclaimable pages have a location"));
                 word.with_state(PageState::Zero)
             }
@@ -480,7 +469,7 @@ impl Volume {
             match word.state() {
                 PageState::Staged(slot) | PageState::Reclaimable(slot) => {
                     let (id, index) = slot.block();
-                    self.blocks[id.0 as usize].as_mut().expect("its block is in use").pages[index] = page;
+                    self.blocks.owned_mut(id).pages[index] = page;
                 }
                 PageState::Held if word.is_queued() => self.resident.push_back(page),
                 PageState::Held => self.inherited.push_back(page),
@@ -565,7 +554,7 @@ impl Volume {
     /// been acknowledged or abandoned.
     pub fn close(&mut self) {
         self.discard(0, crate::table::PAGES_MAX);
-        for block in self.blocks.iter_mut().filter_map(Option::take) {
+        for block in self.blocks.drain() {
             self.mempool.free(self.budget.mempool_user(), block.id);
             self.budget.release_block();
         }
@@ -583,12 +572,12 @@ impl Volume {
     }
 
     fn remove_slot_location(&mut self, (id, index): (BlockId, usize)) -> Location {
-        let block = self.blocks[id.0 as usize].as_mut().expect("its block is in use");
+        let block = self.blocks.owned_mut(id);
         block.locations[index].take().expect("reclaimable pages have a location")
     }
 
     fn remove_block(&mut self, id: BlockId, phase: BlockPhase) -> VolumeBlock {
-        let block = self.blocks[id.0 as usize].take().expect("the block is in use");
+        let block = self.blocks.remove(id);
         assert_eq!(block.phase, phase, "{id:?} is answered for in order");
         block
     }

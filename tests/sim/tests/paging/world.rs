@@ -8,7 +8,9 @@ use aquifer_fabric::Endpoint;
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::send_loop::{NextStep, SendLoop, SendQueue, SentProgram};
 use aquifer_faults::takeover::Origin;
-use aquifer_faults::{Areas, EvictedBatch, FaultStats, Journal, MESSAGE_BYTES, SenderEvent, UffdMessage, to_bytes};
+use aquifer_faults::{
+    Areas, EvictedBatch, FaultStats, Journal, MESSAGE_BYTES, SenderEvent, UffdMessage, to_bytes,
+};
 use aquifer_pager::{
     BlockId, Budget, Memory, Mempool, NoRoom, PageNumber, Sender, SlabId, SlabReplicas, SlabSet, Volume,
 };

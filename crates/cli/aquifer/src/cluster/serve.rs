@@ -33,10 +33,8 @@ use crate::cli::{
 use crate::say::log_to_stderr;
 use crate::settings::{AgentSettings, HeapServiceSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
-use aquifer_host_memory::available_bytes;
+use aquifer_host_memory::{available_bytes, total_bytes};
 
-/// Largest default size of the mempool.
-const MEMPOOL_BYTES_MAX: u64 = 4 << 30;
 
 /// Interval between checks whether a directory whose lock file was deleted is still used.
 const UNUSED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -322,7 +320,7 @@ fn agent(
     let shadow = shadow::start(&keeper)
         .map_err(|error| format!("the agent's shadow process cannot be started: {error}"))?;
     let available = available_bytes()?;
-    let mempool = settings.mempool.unwrap_or((available / 2).min(MEMPOOL_BYTES_MAX));
+    let mempool = settings.mempool.unwrap_or(available / 2);
     let mut connect = ConnectOptions::default();
     connect.encrypt = settings.encrypt.unwrap_or(connect.encrypt);
     let StopFlags { now, when_unused } = StopFlags::of(stop)?;
@@ -333,6 +331,10 @@ fn agent(
         directory_description: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
         available_bytes: available,
+        keep_free_bytes: match settings.keep_free {
+            Some(bytes) => bytes,
+            None => aquifer_agent::default_keep_free(total_bytes()?),
+        },
         extents_per_user: settings.extents_per_user,
         pages_per_user: settings.pages_per_user,
         pages_share: settings.pages_share,

@@ -20,9 +20,9 @@ use crate::say::say_line;
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
 use aquifer_channel::socket::wait_readable;
+use aquifer_host_memory::available_bytes;
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
-use aquifer_host_memory::available_bytes;
 
 /// Advice for a folder with daemons that `aquifer up` has not started.
 const ELSEWHERE: &str = "choose another folder with --state, or stop them first";

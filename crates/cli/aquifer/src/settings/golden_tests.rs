@@ -38,6 +38,7 @@ fn golden_files_of_settings() {
     assert_eq!(file::<NodeSettings>("node.toml"), node);
     let agent = AgentSettings {
         mempool: Some(1 << 30),
+        keep_free: Some(5 << 20),
         extents_per_user: Some(2 << 30),
         pages_per_user: Some(3 << 30),
         pages_share: Some(64 << 20),

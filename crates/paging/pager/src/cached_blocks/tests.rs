@@ -66,12 +66,10 @@ fn a_cached_page_is_found_until_its_block_is_needed() {
     let mempool = mempool(8);
     let run = TestRun::new(&mempool, 1);
     let locations: Vec<_> = (0..4).map(|slab| run.cache(slab)).collect();
-    assert_eq!(locations.iter().map(|location| run.read(*location)).collect::<Vec<_>>(), [
-        Some(0),
-        Some(1),
-        Some(2),
-        Some(3)
-    ]);
+    assert_eq!(
+        locations.iter().map(|location| run.read(*location)).collect::<Vec<_>>(),
+        [Some(0), Some(1), Some(2), Some(3)]
+    );
     assert_eq!((mempool.cached_block_count(), mempool.free_block_count()), (4, 8));
     let owned: Vec<_> = std::iter::from_fn(|| mempool.allocate(&run.user, 1)).collect();
     assert_eq!(owned.len(), 4, "four are kept for the next user");

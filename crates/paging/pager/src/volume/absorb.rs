@@ -55,7 +55,7 @@ impl Volume {
                 panic!("page {page:#x} is {state:?}: the program has it")
             }
         };
-        let block = self.blocks[open.0 as usize].as_mut().expect("the block is in use");
+        let block = self.blocks.owned_mut(open);
         assert!(
             block.phase == BlockPhase::Leaving && block.pages.len() < BLOCK_PAGES,
             "{open:?} takes no page"
@@ -78,7 +78,7 @@ impl Volume {
     /// If this volume does not own the block.
     #[must_use]
     pub fn is_full(&self, open: BlockId) -> bool {
-        self.blocks[open.0 as usize].as_ref().expect("the block is in use").pages.len() == BLOCK_PAGES
+        self.blocks.owned(open).pages.len() == BLOCK_PAGES
     }
 
     /// Seals an open block: it belongs to the sender until [`Volume::written`].
@@ -91,7 +91,7 @@ impl Volume {
         }
         let count = block.pages.len();
         block.phase = BlockPhase::Staged;
-        self.blocks[open.0 as usize] = Some(block);
+        self.blocks.insert(block);
         SealedBlock { block: open, count, newest }
     }
 }

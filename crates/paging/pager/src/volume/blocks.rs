@@ -123,13 +123,13 @@ impl Volume {
     /// Reclaims the oldest acknowledged block: its pages are remote from then on.
     fn reclaim_oldest(&mut self) -> Option<BlockId> {
         let id = if Mutation::ReclaimUnacknowledged.is_active() {
-            let staged = self.blocks.iter().flatten().find(|block| block.phase != BlockPhase::Leaving)?.id;
+            let staged = self.blocks.iter().find(|block| block.phase != BlockPhase::Leaving)?.id;
             self.reclaimable.retain(|other| *other != staged);
             staged
         } else {
             self.reclaimable.pop_front()?
         };
-        let block = self.blocks[id.0 as usize].take().expect("queued blocks are in use");
+        let block = self.blocks.remove(id);
         if block.phase == BlockPhase::Staged {
             self.blocks_in_flight -= 1;
         }

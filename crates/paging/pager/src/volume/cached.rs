@@ -12,7 +12,10 @@ impl Volume {
     pub fn cached_pages(&mut self, page: PageNumber, slot: Slot, max: usize) -> usize {
         let (_, first) = slot.block();
         let max = max.min(BLOCK_PAGES - first);
-        (0..).take(max).take_while(|offset| self.is_cached(page + u64::from(*offset), Slot(slot.0 + offset))).count()
+        (0..)
+            .take(max)
+            .take_while(|offset| self.is_cached(page + u64::from(*offset), Slot(slot.0 + offset)))
+            .count()
     }
 
     /// Whether the page is cached in this slot of a pinned block.

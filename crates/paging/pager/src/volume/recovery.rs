@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use aquifer_fabric::Memory;
 
-use super::{BlockPhase, Volume, VolumeBlock};
+use super::{BlockPhase, OwnedBlocks, Volume, VolumeBlock};
 use crate::budget::{Budget, BudgetMember};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::page::{PageNumber, PageState, PageWord};
@@ -48,13 +48,13 @@ impl Volume {
         let mut volume = Self {
             table: PageTable::recover(memory)?,
             slabs,
-            mempool: Arc::clone(&mempool),
+            mempool,
             budget: BudgetMember::new(budget),
             resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,
             departures: 0,
-            blocks: Vec::new(),
+            blocks: OwnedBlocks::default(),
             reclaimable: VecDeque::new(),
             reserved: Vec::new(),
             blocks_in_flight: 0,
@@ -64,7 +64,6 @@ impl Volume {
             may_have_clean_copies: false,
             before_store: None,
         };
-        volume.blocks.resize_with(mempool.blocks(), || None);
         let mut leaving = Vec::new();
         let mut staged = BTreeMap::<u32, [PageNumber; BLOCK_PAGES]>::new();
         for (page, word) in volume.table.words(0, PAGES_MAX) {
@@ -111,8 +110,8 @@ impl Volume {
     /// pages.
     fn recover_block(&mut self, id: BlockId, pages: [PageNumber; BLOCK_PAGES]) -> u64 {
         let locations = vec![None; BLOCK_PAGES];
-        self.blocks[id.0 as usize] =
-            Some(VolumeBlock { id, pages: pages.to_vec(), locations, phase: BlockPhase::Staged });
+        let block = VolumeBlock { id, pages: pages.to_vec(), locations, phase: BlockPhase::Staged };
+        self.blocks.insert(block);
         self.blocks_in_flight += 1;
         self.budget.count_recovered_block();
         self.budget.mempool_user().count_recovered();
@@ -161,7 +160,7 @@ impl Volume {
 
     /// The blocks of the mempool that this volume owns.
     pub fn blocks_in_use(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.blocks.iter().flatten().map(|block| block.id)
+        self.blocks.iter().map(|block| block.id)
     }
 
     /// Records that a page is resident although its word says that it is elsewhere, because the

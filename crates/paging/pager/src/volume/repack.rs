@@ -23,7 +23,7 @@ impl Volume {
             }
             PageState::Reclaimable(slot) => {
                 let (id, index) = slot.block();
-                let block = blocks[id.0 as usize].as_ref().expect("its block is in use");
+                let block = blocks.owned(id);
                 if block.locations[index].is_some_and(|location| slabs.is_to_move(location)) {
                     out.push(page);
                 }
@@ -56,7 +56,7 @@ impl Volume {
 
     fn slot_location(&self, slot: Slot) -> Option<crate::page::Location> {
         let (id, index) = slot.block();
-        self.blocks[id.0 as usize].as_ref()?.locations[index]
+        self.blocks.get(id)?.locations[index]
     }
 
     /// The slot that [`Self::absorb`] will assign to a page that is not in the open block yet.
@@ -68,7 +68,7 @@ impl Volume {
     /// If the block is not open, or full.
     #[must_use]
     pub fn next_slot(&self, open: BlockId) -> Slot {
-        let block = self.blocks[open.0 as usize].as_ref().expect("the block is in use");
+        let block = self.blocks.owned(open);
         open.slot(block.pages.len())
     }
 }
