@@ -40,9 +40,8 @@ pub fn pressure_files() -> Vec<PathBuf> {
 
 fn read(name: &str) -> io::Result<u64> {
     let text = std::fs::read_to_string(MEMINFO)?;
-    parse(&text, name).ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} has no valid {name}"))
-    })
+    parse(&text, name)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} has no valid {name}")))
 }
 
 /// Parses a line such as `MemTotal:  100 kB`, and returns the bytes.

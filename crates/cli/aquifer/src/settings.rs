@@ -227,6 +227,13 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub keep_free: Option<u64>,
+    /// Most of the page cache that one user may have [default: all of it]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub cache_per_user: Option<u64>,
+    /// Weight of a user in a full page cache; may be given for several users [default: 1]
+    #[arg(long, value_name = "UID=WEIGHT")]
+    pub cache_weight: Vec<CacheWeight>,
     /// Most remote memory that the sessions of one user may hold as extents [default: half of what
     /// the nodes lend]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -349,6 +356,8 @@ impl Settings for AgentSettings {
         Self {
             mempool: self.mempool.or(other.mempool),
             keep_free: self.keep_free.or(other.keep_free),
+            cache_per_user: self.cache_per_user.or(other.cache_per_user),
+            cache_weight: if self.cache_weight.is_empty() { other.cache_weight } else { self.cache_weight },
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
             pages_per_user: self.pages_per_user.or(other.pages_per_user),
             pages_share: self.pages_share.or(other.pages_share),

@@ -31,7 +31,7 @@ use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{HeldKind, KeeperShare};
 use aquifer_keeper::{KeeperClient, KeeperStore};
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
-use aquifer_pager::{Connector, Mempool};
+use aquifer_pager::{CacheShares, Connector, Mempool};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_segments::host::{HostLease, SegmentError};
 use parking_lot::Mutex;
@@ -71,6 +71,8 @@ pub struct AgentOptions {
     /// Memory of this machine that stays available, in bytes: the page cache returns its memory
     /// before less is.
     pub keep_free_bytes: u64,
+    /// How the users share the page cache.
+    pub cache_shares: CacheShares,
     /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
     pub extents_per_user: Option<u64>,
     /// Most pool memory of the runs of one user, in bytes. `None`: all that the nodes lend.
@@ -445,6 +447,7 @@ fn start_services(
     resumes: bool,
 ) -> Result<(Arc<PagingService>, Arc<SessionService>), AgentError> {
     let mempool = Arc::new(mempool);
+    mempool.set_cache_shares(options.cache_shares.clone());
     memory_governor::start(Arc::downgrade(&mempool), options.keep_free_bytes).map_err(AgentError::Threads)?;
     let service = PagingService::new(
         Arc::clone(host) as Arc<dyn AgentServices>,

@@ -269,12 +269,14 @@ impl BlockVolume {
     /// Copies a part of a remote page from the page cache. Returns whether it is there.
     fn read_cached(&self, volume: &mut Volume, part: PagePart, out: &mut [u8]) -> bool {
         let PageState::Remote(location) = volume.state(part.page) else { return false };
-        let Some(pinned) = self.slabs.cache().and_then(|cache| cache.pin(location)) else { return false };
-        let is_cached = volume.cached_pages(part.page, pinned.slot(), 1) == 1;
-        if is_cached {
-            self.mempool.memory().read(pinned.slot().offset() + part.within, out);
+        let Some(cache) = self.slabs.cache() else { return false };
+        let Some(pinned) = cache.pin(location) else { return false };
+        if volume.cached_pages(part.page, pinned.slot(), 1) == 0 {
+            return false;
         }
-        is_cached
+        self.mempool.memory().read(pinned.slot().offset() + part.within, out);
+        cache.count_hit(pinned.slot());
+        true
     }
 
     /// Writes bytes, which are visible to every reader when this returns.

@@ -1,47 +1,61 @@
 //! The order of the cached blocks: which one is given away when the mempool needs a block.
 //!
-//! The user with the most cached blocks gives up one, so that no user can push out what others
-//! have cached.
+//! The user with the most cached blocks for its weight gives up one, so that no user can push out
+//! what others have cached; within a user, the run with the most. A run gives up its oldest or its
+//! newest block: `duel`.
 
-use std::collections::VecDeque;
+pub(crate) mod duel;
+mod run_queue;
+
 use std::sync::{Arc, Weak};
 
+use crate::cache_shares::CacheShares;
 use crate::mempool::{BLOCK_PAGES, BlockId};
 use crate::page::Location;
 use crate::page_cache::{BlockStates, CacheIndex};
+use duel::Group;
+use run_queue::RunQueue;
 
-/// Maximum number of pinned blocks that are passed over in one queue.
-const PASSED_OVER_MAX: usize = 8;
-
-/// The run that a cached block is of.
+/// A cached block.
 #[derive(Debug)]
 struct CachedBlock {
     uid: u32,
     index: Weak<CacheIndex>,
+    group: Group,
     /// Number of blocks that were cached before this one.
     sequence: u64,
 }
 
-/// The cached blocks of one user, the oldest first.
+/// The cached blocks, by number.
 #[derive(Debug)]
-struct UserQueue {
+struct BlockTable {
+    states: Arc<BlockStates>,
+    list: Vec<Option<CachedBlock>>,
+}
+
+impl BlockTable {
+    fn of(&self, block: BlockId) -> Option<&CachedBlock> {
+        self.list[block.0 as usize].as_ref()
+    }
+}
+
+/// The cached blocks of one user.
+#[derive(Debug)]
+struct UserQueues {
     uid: u32,
-    /// Blocks with their sequence numbers. An entry with another number than the block has is
-    /// stale.
-    blocks: VecDeque<(BlockId, u64)>,
-    /// Number of entries that are not stale.
+    /// Number of cached blocks.
     cached: usize,
+    runs: Vec<RunQueue>,
 }
 
 /// All cached blocks.
 #[derive(Debug)]
 pub(crate) struct CachedBlocks {
-    states: Arc<BlockStates>,
-    /// Indexed by block number.
-    blocks: Vec<Option<CachedBlock>>,
+    blocks: BlockTable,
     /// For each slot the location and 1, or 0 if there was no entry.
     locations: Vec<u32>,
-    queues: Vec<UserQueue>,
+    users: Vec<UserQueues>,
+    shares: CacheShares,
     sequence: u64,
     cached: usize,
 }
@@ -51,23 +65,38 @@ impl CachedBlocks {
         let mut list = Vec::new();
         list.resize_with(blocks, || None);
         Self {
-            states: Arc::new(BlockStates::new(blocks)),
-            blocks: list,
+            blocks: BlockTable { states: Arc::new(BlockStates::new(blocks)), list },
             // Memory that is zero from the system, and used only where blocks are cached.
             locations: vec![0; blocks * BLOCK_PAGES],
-            queues: Vec::new(),
+            users: Vec::new(),
+            shares: CacheShares::default(),
             sequence: 0,
             cached: 0,
         }
     }
 
     pub fn states(&self) -> &Arc<BlockStates> {
-        &self.states
+        &self.blocks.states
+    }
+
+    /// Sets how the users share the cache.
+    pub fn set_shares(&mut self, shares: CacheShares) {
+        self.shares = shares;
     }
 
     /// The number of cached blocks.
     pub fn len(&self) -> usize {
         self.cached
+    }
+
+    /// The number of cached blocks of a user.
+    pub fn len_of(&self, uid: u32) -> usize {
+        self.users.iter().find(|user| user.uid == uid).map_or(0, |user| user.cached)
+    }
+
+    /// Whether a user has as many cached blocks as it may have.
+    pub fn is_at_limit(&self, uid: u32) -> bool {
+        self.shares.blocks_max().is_some_and(|max| self.len_of(uid) >= max)
     }
 
     /// Caches a block of a user: page `i` of `entries` is in the slot with its index.
@@ -81,38 +110,41 @@ impl CachedBlocks {
         entries: &[(usize, Location)],
     ) {
         self.sequence += 1;
-        let cached = CachedBlock { uid, index: Arc::downgrade(index), sequence: self.sequence };
-        self.blocks[block.0 as usize] = Some(cached);
+        let (sequence, group) = (self.sequence, Group::of(self.sequence));
+        let cached = CachedBlock { uid, index: Arc::downgrade(index), group, sequence };
+        self.blocks.list[block.0 as usize] = Some(cached);
         let locations = self.locations_of(block);
         locations.fill(0);
         entries.iter().for_each(|(at, location)| locations[*at] = location.0 + 1);
-        self.states.begin(block, entries.len());
+        self.states().begin(block, entries.len(), group);
         entries.iter().for_each(|(at, location)| index.insert(*location, block.slot(*at)));
-        self.states.finish(block);
-        let place = self.queues.iter().position(|queue| queue.uid == uid);
-        let place = place.unwrap_or_else(|| {
-            self.queues.push(UserQueue { uid, blocks: VecDeque::new(), cached: 0 });
-            self.queues.len() - 1
-        });
-        self.queues[place].blocks.push_back((block, self.sequence));
-        self.queues[place].cached += 1;
+        self.states().finish(block);
+        let run = queue_of(&mut self.users, uid, index);
+        run.push(block, sequence, group, &self.blocks);
+        let user = self.users.iter_mut().find(|user| user.uid == uid).expect("it has a queue");
+        user.cached += 1;
         self.cached += 1;
     }
 
     /// Takes a block out of the cache. Its slots belong to the caller from then on. Returns `None`
     /// if all are pinned.
     pub fn take(&mut self) -> Option<BlockId> {
-        self.take_emptied().or_else(|| self.take_oldest())
+        self.take_emptied().or_else(|| self.take_from(|_| true))
+    }
+
+    /// Takes a block of a user out of the cache.
+    pub fn take_of_user(&mut self, uid: u32) -> Option<BlockId> {
+        self.take_from(|user| user.uid == uid)
     }
 
     /// Takes a block whose pages have all left the cache.
     fn take_emptied(&mut self) -> Option<BlockId> {
-        while let Some(block) = self.states.pop_emptied() {
+        while let Some(block) = self.states().pop_emptied() {
             // The block may have been taken meanwhile, and even cached again. A pinned one is taken
             // in its turn.
-            if self.blocks[block.0 as usize].is_some()
-                && !self.states.has_entries(block)
-                && self.states.try_take(block)
+            if self.blocks.of(block).is_some()
+                && !self.states().has_entries(block)
+                && self.states().try_take(block)
             {
                 self.forget(block);
                 return Some(block);
@@ -121,51 +153,40 @@ impl CachedBlocks {
         None
     }
 
-    /// Takes the oldest block of the user with the most.
-    fn take_oldest(&mut self) -> Option<BlockId> {
-        let mut passed_over = Vec::new();
+    /// Takes a block of the user with the most for its weight, of those that are accepted, and of
+    /// this user's run with the most.
+    fn take_from(&mut self, is_accepted: impl Fn(&UserQueues) -> bool) -> Option<BlockId> {
+        self.users.iter_mut().flat_map(|user| &mut user.runs).for_each(|run| run.is_passed_over = false);
         loop {
-            let of_user = |queue: &&mut UserQueue| queue.cached > 0 && !passed_over.contains(&queue.uid);
-            let queue = self.queues.iter_mut().filter(of_user).max_by_key(|queue| queue.cached)?;
-            let mut pinned = 0;
-            let mut at = 0;
-            while let Some((block, sequence)) =
-                queue.blocks.get(at).copied().filter(|_| pinned < PASSED_OVER_MAX)
-            {
-                let is_stale =
-                    self.blocks[block.0 as usize].as_ref().is_none_or(|cached| cached.sequence != sequence);
-                if is_stale {
-                    queue.blocks.remove(at);
-                } else if self.states.try_take(block) {
-                    queue.blocks.remove(at);
-                    self.forget(block);
-                    return Some(block);
-                } else {
-                    pinned += 1;
-                    at += 1;
-                }
+            let Self { users, shares, blocks, .. } = self;
+            let users = users.iter_mut().filter(|user| is_accepted(user));
+            let runs = users.flat_map(|user| {
+                let of_user = shares.weighed(user.uid, user.cached);
+                user.runs.iter_mut().map(move |run| (of_user, run))
+            });
+            let (_, run) = runs
+                .filter(|(_, run)| run.cached() > 0 && !run.is_passed_over)
+                .max_by_key(|(of_user, run)| (*of_user, run.cached()))?;
+            if let Some(block) = run.take(blocks) {
+                self.forget(block);
+                return Some(block);
             }
-            passed_over.push(queue.uid);
+            run.is_passed_over = true;
         }
     }
 
-    /// Takes a block of a run.
-    pub fn take_of(&mut self, uid: u32, index: &Arc<CacheIndex>) -> Option<BlockId> {
-        let queue = self.queues.iter_mut().find(|queue| queue.uid == uid)?;
-        let is_of_run = |(block, sequence): &(BlockId, u64)| {
-            self.blocks[block.0 as usize].as_ref().is_some_and(|cached| {
-                cached.sequence == *sequence && std::ptr::eq(cached.index.as_ptr(), Arc::as_ptr(index))
-            })
-        };
-        let at = queue.blocks.iter().position(|entry| is_of_run(entry) && self.states.try_take(entry.0))?;
-        let (block, _) = queue.blocks.remove(at).expect("it was found");
+    /// Takes a block of a run that has ended.
+    pub fn take_of_run(&mut self, uid: u32, index: &Arc<CacheIndex>) -> Option<BlockId> {
+        let user = self.users.iter_mut().find(|user| user.uid == uid)?;
+        let run = user.runs.iter_mut().find(|run| run.is_of(index))?;
+        let block = run.take(&self.blocks)?;
         self.forget(block);
         Some(block)
     }
 
     /// Removes the entries of a block that was taken.
     fn forget(&mut self, block: BlockId) {
-        let cached = self.blocks[block.0 as usize].take().expect("it was cached");
+        let cached = self.blocks.list[block.0 as usize].take().expect("it was cached");
         if let Some(index) = cached.index.upgrade() {
             for at in 0..BLOCK_PAGES {
                 if let Some(location) = self.locations_of(block)[at].checked_sub(1) {
@@ -174,13 +195,35 @@ impl CachedBlocks {
             }
         }
         self.cached -= 1;
-        let queue = self.queues.iter_mut().find(|queue| queue.uid == cached.uid).expect("it has a block");
-        queue.cached -= 1;
+        let user = self.users.iter_mut().find(|user| user.uid == cached.uid).expect("it has a block");
+        user.cached -= 1;
+        let at = user.runs.iter().position(|run| run.is_of_weak(&cached.index)).expect("it has a block");
+        user.runs[at].removed(cached.group);
+        if user.runs[at].cached() == 0 {
+            user.runs.swap_remove(at);
+        }
+        if user.cached == 0 {
+            self.users.retain(|user| user.cached > 0);
+        }
     }
 
     fn locations_of(&mut self, block: BlockId) -> &mut [u32] {
         &mut self.locations[block.0 as usize * BLOCK_PAGES..][..BLOCK_PAGES]
     }
+}
+
+/// The queue of a run of a user, which is made if there is none.
+fn queue_of<'a>(users: &'a mut Vec<UserQueues>, uid: u32, index: &Arc<CacheIndex>) -> &'a mut RunQueue {
+    let at = users.iter().position(|user| user.uid == uid).unwrap_or_else(|| {
+        users.push(UserQueues { uid, cached: 0, runs: Vec::new() });
+        users.len() - 1
+    });
+    let runs = &mut users[at].runs;
+    let at = runs.iter().position(|run| run.is_of(index)).unwrap_or_else(|| {
+        runs.push(RunQueue::new(index));
+        runs.len() - 1
+    });
+    &mut runs[at]
 }
 
 #[cfg(test)]

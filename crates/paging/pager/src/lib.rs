@@ -5,7 +5,8 @@
 //!   machine on `page` words in a `table`.
 //! - `mempool`, `budget`: the host's cache of pages in blocks, and the share of it and of
 //!   resident memory that a run may have.
-//! - `page_cache`, `cached_blocks`: pages in blocks that no volume needs.
+//! - `page_cache`, `cached_blocks`, `cache_shares`: pages in blocks that no volume needs, which of
+//!   these blocks go first, and how users share them.
 //! - `slabs`, `filler`: extents of the pool that hold pages, shared by the volumes of a run,
 //!   and the choice of the slab that is filled next.
 //! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
@@ -16,6 +17,7 @@
 
 mod allowance;
 mod budget;
+mod cache_shares;
 mod cached_blocks;
 mod digest;
 mod fetch;
@@ -43,6 +45,7 @@ pub use allowance::Allowance;
 /// Memory that other processes may map and that can outlive the process that created it.
 pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};
+pub use cache_shares::CacheShares;
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::NoRoom;
 pub use integrity::is_zero;

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, O
 use aquifer_fabric::Memory;
 use parking_lot::Mutex;
 
+use crate::cache_shares::CacheShares;
 use crate::cached_blocks::CachedBlocks;
 use crate::page::{Location, PAGE_BYTES, Slot};
 use crate::page_cache::CacheIndex;
@@ -43,7 +44,7 @@ impl BlockId {
 
 const BLOCK_PAGES_U32: u32 = 64;
 /// Bytes of a block.
-const BLOCK_BYTES: usize = BLOCK_PAGES * PAGE_BYTES;
+pub(crate) const BLOCK_BYTES: usize = BLOCK_PAGES * PAGE_BYTES;
 
 impl Slot {
     /// The block of the slot, and the slot's index in the block.
@@ -308,6 +309,11 @@ impl Mempool {
         state.free.push(block);
     }
 
+    /// Sets how the users share the cache.
+    pub fn set_cache_shares(&self, shares: CacheShares) {
+        self.state.lock().cached.set_shares(shares);
+    }
+
     /// The index of a run whose pages may stay in the cache.
     ///
     /// # Errors
@@ -331,8 +337,13 @@ impl Mempool {
         user.blocks.fetch_sub(1, Relaxed);
         if entries.is_empty() || state.free.len() < state.reserve(user, self.guarantee()) {
             state.free.push(block);
-        } else {
+        } else if !state.cached.is_at_limit(user.uid) {
             state.cached.insert(user.uid, block, index, entries);
+        } else if let Some(other) = state.cached.take_of_user(user.uid) {
+            state.free.push(other);
+            state.cached.insert(user.uid, block, index, entries);
+        } else {
+            state.free.push(block);
         }
     }
 
@@ -351,7 +362,13 @@ impl Mempool {
         let mut state = self.state.lock();
         let may_take_free = self.may_back_block(&state) || !state.free.backed.is_empty();
         let has_spare = may_take_free && state.free.len() > state.reserve(user, self.guarantee());
-        let other = if has_spare { state.free.pop() } else { state.cached.take() };
+        let other = if state.cached.is_at_limit(user.uid) {
+            state.cached.take_of_user(user.uid)
+        } else if has_spare {
+            state.free.pop()
+        } else {
+            state.cached.take()
+        };
         let Some(other) = other else { return block };
         state.cached.insert(user.uid, block, index, entries);
         other
@@ -361,17 +378,9 @@ impl Mempool {
     pub fn forget_cached(&self, user: &MempoolUser, slabs: &SlabSet) {
         let Some(index) = slabs.cache() else { return };
         let mut state = self.state.lock();
-        while let Some(block) = state.cached.take_of(user.uid, index) {
+        while let Some(block) = state.cached.take_of_run(user.uid, index) {
             state.free.push(block);
         }
-    }
-
-    /// Drops up to `blocks` blocks from the cache, and returns how many it has dropped.
-    pub fn shrink_cache(&self, blocks: usize) -> usize {
-        let mut state = self.state.lock();
-        let dropped = std::iter::from_fn(|| state.cached.take()).take(blocks).collect::<Vec<_>>();
-        state.free.backed.extend(&dropped);
-        dropped.len()
     }
 
     /// Returns the memory of a block that no volume owns to the system: of a free block, or else of
@@ -425,6 +434,12 @@ impl Mempool {
     #[must_use]
     pub fn cached_block_count(&self) -> usize {
         self.state.lock().cached.len()
+    }
+
+    /// The number of cached blocks of a user.
+    #[must_use]
+    pub fn cached_blocks_of(&self, user: &MempoolUser) -> usize {
+        self.state.lock().cached.len_of(user.uid)
     }
 
     /// Whether a volume of a user must free an acknowledged block, because others wait for it.
@@ -521,7 +536,8 @@ mod tests {
         pool.free(&user, blocks[1]);
         assert!(pool.release_block_memory().unwrap() && !pool.release_block_memory().unwrap());
         assert_eq!(pool.memory().allocated_bytes().unwrap(), 2 * PAGE_BYTES as u64);
-        let recovered = Mempool::recover(Memory::whole(pool.memory().fd().try_clone_to_owned().unwrap()).unwrap());
+        let recovered =
+            Mempool::recover(Memory::whole(pool.memory().fd().try_clone_to_owned().unwrap()).unwrap());
         recovered.finish_recovery(&HashSet::from([blocks[0]]));
         assert_eq!(recovered.backed_bytes(), 2 * BLOCK_BYTES as u64);
         assert!(recovered.release_block_memory().unwrap() && !recovered.release_block_memory().unwrap());

@@ -15,6 +15,7 @@ use std::sync::atomic::{
 use aquifer_fabric::Memory;
 use parking_lot::Mutex;
 
+use crate::cached_blocks::duel::{Duel, Group};
 use crate::mempool::BlockId;
 use crate::mutation::Mutation;
 use crate::page::{Location, Slot};
@@ -30,6 +31,8 @@ struct BlockState {
     /// Number of entries that name a slot of the block. It may be too small for a moment, so it only
     /// guides which block is given away.
     entries: AtomicU32,
+    /// Number of the block's group in the duel.
+    group: AtomicU32,
 }
 
 /// Which blocks of the mempool are in the cache, and which of these are pinned.
@@ -49,9 +52,15 @@ impl BlockStates {
         &self.states[block.0 as usize]
     }
 
-    /// Sets the number of entries of a block that is about to be cached.
-    pub fn begin(&self, block: BlockId, entries: usize) {
+    /// Sets the number of entries and the group of a block that is about to be cached.
+    pub fn begin(&self, block: BlockId, entries: usize, group: Group) {
         self.of(block).entries.store(u32::try_from(entries).expect("few"), Relaxed);
+        self.of(block).group.store(group as u32, Relaxed);
+    }
+
+    /// The group of a cached block.
+    fn group(&self, block: BlockId) -> Group {
+        Group::ALL[self.of(block).group.load(Relaxed) as usize]
     }
 
     /// Marks a block as cached. Its bytes do not change until it is taken.
@@ -102,6 +111,7 @@ pub struct CacheIndex {
     /// One word for each location: the slot and 1, or 0 if the location is not cached.
     words: Memory,
     blocks: Arc<BlockStates>,
+    duel: Duel,
 }
 
 /// A slot that is not reused while this exists.
@@ -131,7 +141,13 @@ impl CacheIndex {
     /// # Errors
     /// If the system gives no address space for it.
     pub(crate) fn new(blocks: Arc<BlockStates>) -> std::io::Result<Self> {
-        Ok(Self { words: Memory::private("aquifer-cache-index", LOCATIONS_MAX * size_of::<u32>())?, blocks })
+        let words = Memory::private("aquifer-cache-index", LOCATIONS_MAX * size_of::<u32>())?;
+        Ok(Self { words, blocks, duel: Duel::default() })
+    }
+
+    /// The score of the samples of this run's blocks.
+    pub(crate) fn duel(&self) -> &Duel {
+        &self.duel
     }
 
     fn word(&self, location: Location) -> &AtomicU32 {
@@ -172,6 +188,20 @@ impl CacheIndex {
         if word.load(Relaxed) != 0 {
             self.removed(word.swap(0, AcqRel));
         }
+    }
+
+    /// Removes the entry of a location, if there is one, because a program has got the page from
+    /// the cache.
+    pub(crate) fn remove_hit(&self, location: Location) {
+        if let Some(slot) = self.slot_of(location) {
+            self.count_hit(slot);
+            self.remove(location);
+        }
+    }
+
+    /// Counts a read of a cached slot.
+    pub fn count_hit(&self, slot: Slot) {
+        self.duel.hit(self.blocks.group(slot.block().0));
     }
 
     /// Removes the entry of a location if it names this slot, whose block was taken.

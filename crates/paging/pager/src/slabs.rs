@@ -208,12 +208,12 @@ impl SlabSet {
         self.cache.get()
     }
 
-    /// Drops a page from the cache that a program holds, unless another program has it, too.
+    /// Drops a page from the cache that a program holds now, unless another program has it, too.
     pub(crate) fn uncache_held(&self, location: Location) {
         if let Some(cache) = self.cache()
             && self.references(location).load(Relaxed) == 1
         {
-            cache.remove(location);
+            cache.remove_hit(location);
         }
     }
 

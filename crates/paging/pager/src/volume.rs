@@ -181,8 +181,7 @@ impl Volume {
     /// Whether any batch has left the program and not reached the mempool.
     #[must_use]
     pub fn is_leaving(&self) -> bool {
-        self.blocks_in_flight > 0
-            && self.blocks.iter().any(|block| block.phase == BlockPhase::Leaving)
+        self.blocks_in_flight > 0 && self.blocks.iter().any(|block| block.phase == BlockPhase::Leaving)
     }
 
     /// Records that the page is resident in the program with its newest bytes.

@@ -330,7 +330,10 @@ impl PagingWorld {
                 0..10 => self.run_random_thread(),
                 10..12 => self.run_sender(),
                 12 if self.has_cache && self.rng.chance(1, 4) => {
-                    self.counts.cache_drops += self.mempool.shrink_cache(1) as u64;
+                    let cached = self.mempool.cached_block_count();
+                    self.mempool.set_backed_max(self.rng.below(6) * 256 * 1024);
+                    let _released = self.mempool.release_block_memory().expect("a memfd has holes");
+                    self.counts.cache_drops += (cached - self.mempool.cached_block_count()) as u64;
                 }
                 12..15 => {
                     if !self.is_fabric_slow || self.rng.chance(1, 16) {

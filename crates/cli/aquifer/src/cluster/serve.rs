@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_agent::{AgentOptions, SegmentSettings, shadow};
+use aquifer_agent::{AgentOptions, CacheShares, SegmentSettings, shadow};
 use aquifer_directory::ConnectDirectory;
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
@@ -34,7 +34,6 @@ use crate::say::log_to_stderr;
 use crate::settings::{AgentSettings, HeapServiceSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
 use aquifer_host_memory::{available_bytes, total_bytes};
-
 
 /// Interval between checks whether a directory whose lock file was deleted is still used.
 const UNUSED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -334,6 +333,10 @@ fn agent(
         keep_free_bytes: match settings.keep_free {
             Some(bytes) => bytes,
             None => aquifer_agent::default_keep_free(total_bytes()?),
+        },
+        cache_shares: CacheShares {
+            bytes_per_user: settings.cache_per_user,
+            weights: settings.cache_weight.iter().map(|user| (user.uid, user.weight)).collect(),
         },
         extents_per_user: settings.extents_per_user,
         pages_per_user: settings.pages_per_user,

@@ -6,7 +6,8 @@ use aquifer_fabric::Key;
 use aquifer_mutation::Mutations;
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
-use crate::mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
+use crate::cache_shares::CacheShares;
+use crate::mempool::{BLOCK_BYTES, BLOCK_PAGES, BlockId, Mempool, MempoolUser};
 use crate::mutation::Mutation;
 use crate::page::{Location, PAGE_BYTES};
 use crate::slabs::{SlabId, SlabSet};
@@ -61,6 +62,14 @@ fn mempool(blocks: usize) -> Arc<Mempool> {
     Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).unwrap())
 }
 
+/// Has the cache give up blocks.
+fn drop_blocks(mempool: &Mempool, blocks: usize) {
+    let before = mempool.cached_block_count();
+    while before - mempool.cached_block_count() < blocks {
+        assert!(mempool.release_block_memory().unwrap(), "all blocks are pinned or in use");
+    }
+}
+
 #[test]
 fn a_cached_page_is_found_until_its_block_is_needed() {
     let mempool = mempool(8);
@@ -81,10 +90,11 @@ fn the_oldest_block_is_given_away_first() {
     let mempool = mempool(8);
     let run = TestRun::new(&mempool, 1);
     let locations: Vec<_> = (0..3).map(|slab| run.cache(slab)).collect();
-    assert_eq!(mempool.shrink_cache(1), 1);
+    drop_blocks(&mempool, 1);
     assert_eq!(run.read(locations[0]), None);
     assert_eq!((run.read(locations[1]), run.read(locations[2])), (Some(1), Some(2)));
-    assert_eq!(mempool.shrink_cache(9), 2);
+    drop_blocks(&mempool, 2);
+    assert_eq!(mempool.cached_block_count(), 0);
 }
 
 #[test]
@@ -93,7 +103,7 @@ fn the_user_with_the_most_blocks_gives_one_up() {
     let (first, second) = (TestRun::new(&mempool, 1), TestRun::new(&mempool, 2));
     let of_second = second.cache(0);
     let of_first: Vec<_> = (0..4).map(|slab| first.cache(slab)).collect();
-    assert_eq!(mempool.shrink_cache(3), 3);
+    drop_blocks(&mempool, 3);
     assert_eq!(second.read(of_second), Some(0), "the other user had more");
     assert_eq!(first.read(of_first[3]), Some(3));
 }
@@ -104,7 +114,7 @@ fn a_block_without_entries_is_given_away_first() {
     let run = TestRun::new(&mempool, 1);
     let locations: Vec<_> = (0..3).map(|slab| run.cache(slab)).collect();
     run.slabs.uncache_held(locations[1]);
-    assert_eq!(mempool.shrink_cache(1), 1);
+    drop_blocks(&mempool, 1);
     assert_eq!((run.read(locations[0]), run.read(locations[2])), (Some(0), Some(2)));
 }
 
@@ -148,6 +158,64 @@ fn is_pinned_page_kept() -> bool {
     let mut value = [0; 4];
     mempool.memory().read(pinned.slot().offset(), &mut value);
     u32::from_ne_bytes(value) == 0
+}
+
+/// Accesses pages, each of which is cached again after its access. Returns how many of the last
+/// half of the accesses found their page.
+fn hits(accesses: &[u32]) -> usize {
+    let mempool = mempool(64);
+    let run = TestRun::new(&mempool, 1);
+    let pages: Vec<_> = (0..100).map(|slab| run.occupy(slab)).collect();
+    let mut hits = 0;
+    for (at, slab) in accesses.iter().enumerate() {
+        let location = pages[*slab as usize];
+        if run.read(location).is_some() {
+            run.slabs.uncache_held(location);
+            hits += usize::from(at >= accesses.len() / 2);
+        }
+        let block = mempool.allocate(&run.user, 1).expect("a block is free");
+        run.write(block, *slab);
+        let index = run.slabs.cache().expect("it was set");
+        mempool.free_to_cache(&run.user, block, index, &[(3, location)]);
+    }
+    hits
+}
+
+#[test]
+fn a_loop_through_more_than_is_cached_finds_a_part_of_it() {
+    let accesses: Vec<_> = (0..60_000).map(|at| at % 100).collect();
+    let found = hits(&accesses);
+    assert!(found > 12_000, "{found} of 30,000; the cache has room for some 55 of 100 pages");
+}
+
+#[test]
+fn a_program_that_returns_to_its_last_pages_finds_them() {
+    let mut seed = 1u64;
+    let mut random = move |below: u64| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        u32::try_from((seed >> 33) % below).unwrap()
+    };
+    // A window of 40 pages that moves on slowly.
+    let accesses: Vec<_> = (0..60_000).map(|at| (at / 500 + random(40)) % 100).collect();
+    let found = hits(&accesses);
+    assert!(found > 28_000, "{found} of 30,000");
+}
+
+#[test]
+fn users_share_the_cache_by_weight_up_to_a_limit() {
+    let mempool = mempool(64);
+    let weights = [(2, 3)].into();
+    mempool.set_cache_shares(CacheShares { bytes_per_user: None, weights });
+    let (first, second) = (TestRun::new(&mempool, 1), TestRun::new(&mempool, 2));
+    let counts = || [&first, &second].map(|run| mempool.cached_blocks_of(&run.user));
+    (0..24).for_each(|slab| _ = (first.cache(slab), second.cache(slab)));
+    drop_blocks(&mempool, 24);
+    assert_eq!(counts(), [6, 18]);
+    let bytes = Some(10 * BLOCK_BYTES as u64);
+    mempool.set_cache_shares(CacheShares { bytes_per_user: bytes, ..CacheShares::default() });
+    (30..40).for_each(|slab| _ = first.cache(slab));
+    assert_eq!(counts(), [10, 18], "a block that is cached above the limit replaces another");
+    assert_eq!(first.read(first.cache(50)), Some(50));
 }
 
 #[test]
