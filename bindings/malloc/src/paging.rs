@@ -9,7 +9,7 @@ use std::time::Duration;
 use aquifer_attach::{Paged, attach_program, fatal};
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{connect, paths, receive_frame, send_frame};
-use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, RunToken, size};
+use aquifer_ipc::{Frame, LOCAL_MAX_VARIABLE, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, RunToken, size};
 
 use crate::arena;
 
@@ -25,6 +25,7 @@ const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 /// On failure, ends the process with a message: without paging the limit would not hold.
 pub fn begin() {
     let limit_bytes = limit();
+    let limit_max_bytes = limit_max();
     let replicas = replicas();
     let path = agent();
     let Some((start, end)) = arena::range() else {
@@ -36,6 +37,7 @@ pub fn begin() {
     };
     let open = OpenRun {
         limit_bytes,
+        limit_max_bytes,
         replicas,
         outlives_owner: true,
         is_strict: false,
@@ -54,6 +56,12 @@ fn limit() -> u64 {
     size::parse(&text).unwrap_or_else(|error| {
         fatal::exit_with(&format_args!("{LOCAL_VARIABLE}: {error}"));
     })
+}
+
+fn limit_max() -> Option<u64> {
+    let given = std::env::var_os(LOCAL_MAX_VARIABLE)?;
+    let parsed = size::parse_or_auto(&given.to_string_lossy());
+    Some(parsed.unwrap_or_else(|error| fatal::exit_with(&format_args!("{LOCAL_MAX_VARIABLE}: {error}"))))
 }
 
 fn replicas() -> u32 {

@@ -82,6 +82,7 @@ fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
     let program = unaffected_program(&cluster);
     let open = bytes_of(&Frame::OpenRun(OpenRun {
         limit_bytes: 1 << 30,
+        limit_max_bytes: None,
         replicas: 1,
         outlives_owner: true,
         is_strict: false,
@@ -162,6 +163,7 @@ fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
     connection
         .send_frame(&Frame::OpenRun(OpenRun {
             limit_bytes: 64 << 20,
+            limit_max_bytes: None,
             replicas: 1,
             outlives_owner: true,
             is_strict: false,

@@ -21,6 +21,7 @@ mod golden;
 mod heap_stress;
 mod heaps;
 mod hostile;
+mod idle_memory;
 mod keeper_steps;
 mod kv;
 mod languages;

@@ -66,6 +66,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
     };
     let open = OpenRun {
         limit_bytes: 1 << 30,
+        limit_max_bytes: None,
         replicas: 2,
         outlives_owner: true,
         is_strict: false,
@@ -92,7 +93,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("release", Frame::Release(HeldKind::Session, 3)),
         ("claim-agent", Frame::Claim(KeeperShare::Agent)),
         ("claim-node", Frame::Claim(KeeperShare::Node(7))),
-        ("set-limit", Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 })),
+        ("set-limit", Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096, limit_max_bytes: None })),
         ("watch-daemon", Frame::WatchDaemon { pid: 77, name: "node-1".to_owned() }),
         (
             "hold-refused",

@@ -64,6 +64,7 @@ impl Held {
     fn open_run(&mut self) -> bool {
         let open = OpenRun {
             limit_bytes: 8 << 20,
+            limit_max_bytes: None,
             replicas: 1,
             outlives_owner: false,
             is_strict: false,

@@ -25,6 +25,7 @@ fn open_run(agent: &Path) -> (OwnedFd, RunToken) {
     let socket = connect(agent).expect("the agent listens");
     let open = OpenRun {
         limit_bytes: 64 << 20,
+        limit_max_bytes: None,
         replicas: 1,
         outlives_owner: true,
         is_strict: false,

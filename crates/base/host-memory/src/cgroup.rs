@@ -1,4 +1,4 @@
-//! Memory that is left below the limits of this process's cgroups, in version 1 or 2.
+//! Memory that is left below the limits of a process's cgroups, in version 1 or 2.
 
 use std::path::{Path, PathBuf};
 
@@ -21,32 +21,51 @@ const V1: ControllerFiles = ControllerFiles {
 const V2: ControllerFiles =
     ControllerFiles { limit: "memory.max", used: "memory.current", cache: "inactive_file" };
 
-/// The least memory in bytes that is left below the limits of this process's memory cgroup and its
-/// ancestors; `None` if none has a limit.
-pub fn remaining_bytes() -> Option<u64> {
-    let (folders, files) = folders()?;
-    folders.iter().filter_map(|folder| remaining_in(folder, files)).min()
+/// The memory cgroup of a process, with its ancestors.
+#[derive(Clone, Debug)]
+pub struct CgroupMemory {
+    /// The folder of the cgroup, then those of its ancestors.
+    folders: Vec<PathBuf>,
+    files: ControllerFiles,
 }
 
-/// The least limit in bytes of this process's memory cgroup and its ancestors; `None` if none has
-/// one.
-pub fn limit_bytes() -> Option<u64> {
-    let (folders, files) = folders()?;
-    folders.iter().filter_map(|folder| limit_of(folder, files)).min()
-}
+impl CgroupMemory {
+    /// The memory cgroup of this process; `None` if there is none.
+    #[must_use]
+    pub fn of_this_process() -> Option<Self> {
+        Self::in_file("/proc/self/cgroup")
+    }
 
-/// The file with the memory pressure in this process's cgroup, which only version 2 has. The root
-/// cgroup has none.
-pub fn pressure_file() -> Option<PathBuf> {
-    Some(folders()?.0.first()?.join("memory.pressure"))
-}
+    /// The memory cgroup of a process; `None` if there is none, or no such process.
+    #[must_use]
+    pub fn of_process(pid: u32) -> Option<Self> {
+        Self::in_file(&format!("/proc/{pid}/cgroup"))
+    }
 
-/// The folders of this process's memory cgroup and of its ancestors, in this order.
-fn folders() -> Option<(Vec<PathBuf>, ControllerFiles)> {
-    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let (root, path, files) = find(&own)?;
-    let folder = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
-    Some((Path::new(&path).ancestors().map(folder).collect(), files))
+    fn in_file(path: &str) -> Option<Self> {
+        let (root, path, files) = find(&std::fs::read_to_string(path).ok()?)?;
+        let folder = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+        Some(Self { folders: Path::new(&path).ancestors().map(folder).collect(), files })
+    }
+
+    /// The least memory in bytes that is left below the limits of the cgroup and its ancestors;
+    /// `None` if none has a limit.
+    #[must_use]
+    pub fn remaining_bytes(&self) -> Option<u64> {
+        self.folders.iter().filter_map(|folder| remaining_in(folder, self.files)).min()
+    }
+
+    /// The least limit in bytes of the cgroup and its ancestors; `None` if none has one.
+    #[must_use]
+    pub fn limit_bytes(&self) -> Option<u64> {
+        self.folders.iter().filter_map(|folder| limit_of(folder, self.files)).min()
+    }
+
+    /// The file with the memory pressure in the cgroup, which only version 2 has, and the root
+    /// cgroup has not.
+    pub(crate) fn pressure_file(&self) -> Option<PathBuf> {
+        Some(self.folders.first()?.join("memory.pressure"))
+    }
 }
 
 /// Finds the mount point of the memory controller, the cgroup of this process in it, and its files

@@ -4,11 +4,16 @@
 
 mod cgroup;
 
+pub use cgroup::CgroupMemory;
+
 use std::io;
 use std::path::PathBuf;
 
 /// The kernel's file with the sizes of memory.
 const MEMINFO: &str = "/proc/meminfo";
+/// Environment variable with the path of a file that is read in place of [`MEMINFO`]. Tests have
+/// memory run short by it.
+const MEMINFO_VARIABLE: &str = "AQUIFER_MEMINFO";
 
 /// Memory that this process can use without swapping, in bytes: the kernel's estimate, or the rest
 /// below the limits of the memory cgroups, whichever is smaller.
@@ -16,8 +21,18 @@ const MEMINFO: &str = "/proc/meminfo";
 /// # Errors
 /// If the kernel's file cannot be read or parsed.
 pub fn available_bytes() -> io::Result<u64> {
-    let available = read("MemAvailable:")?;
-    Ok(cgroup::remaining_bytes().map_or(available, |remaining| remaining.min(available)))
+    let available = available_bytes_of_machine()?;
+    let remaining = CgroupMemory::of_this_process().and_then(|cgroup| cgroup.remaining_bytes());
+    Ok(remaining.map_or(available, |remaining| remaining.min(available)))
+}
+
+/// Memory that the processes of this machine can use without swapping, in bytes, by the kernel's
+/// estimate.
+///
+/// # Errors
+/// If the kernel's file cannot be read or parsed.
+pub fn available_bytes_of_machine() -> io::Result<u64> {
+    read("MemAvailable:")
 }
 
 /// The memory of this machine in bytes, or the smallest limit of the memory cgroups of this
@@ -27,7 +42,8 @@ pub fn available_bytes() -> io::Result<u64> {
 /// If the kernel's file cannot be read or parsed.
 pub fn total_bytes() -> io::Result<u64> {
     let total = read("MemTotal:")?;
-    Ok(cgroup::limit_bytes().map_or(total, |limit| limit.min(total)))
+    let limit = CgroupMemory::of_this_process().and_then(|cgroup| cgroup.limit_bytes());
+    Ok(limit.map_or(total, |limit| limit.min(total)))
 }
 
 /// The kernel's files that say how long processes wait for memory (PSI): that of the machine, and
@@ -35,11 +51,13 @@ pub fn total_bytes() -> io::Result<u64> {
 #[must_use]
 pub fn pressure_files() -> Vec<PathBuf> {
     let of_machine = PathBuf::from("/proc/pressure/memory");
-    [Some(of_machine), cgroup::pressure_file()].into_iter().flatten().filter(|path| path.exists()).collect()
+    let of_cgroup = CgroupMemory::of_this_process().and_then(|cgroup| cgroup.pressure_file());
+    [Some(of_machine), of_cgroup].into_iter().flatten().filter(|path| path.exists()).collect()
 }
 
 fn read(name: &str) -> io::Result<u64> {
-    let text = std::fs::read_to_string(MEMINFO)?;
+    let path = std::env::var_os(MEMINFO_VARIABLE).unwrap_or_else(|| MEMINFO.into());
+    let text = std::fs::read_to_string(path)?;
     parse(&text, name)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} has no valid {name}")))
 }

@@ -5,14 +5,14 @@
 
 use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
-use crate::open_run::OpenRun;
+use crate::open_run::{OpenRun, VERSION_WITH_MAX};
 
 /// The newest version of a frame.
 ///
 /// A frame has the version that introduced its form, so that a peer of an earlier version
 /// understands all frames whose form it knows. A form stays accepted for at least one version after
 /// the one that replaces it.
-pub const VERSION: u16 = 22;
+pub const VERSION: u16 = 23;
 /// The version of frames whose form has never changed.
 pub const VERSION_OLDEST: u16 = 21;
 /// First bytes of every frame.
@@ -68,6 +68,8 @@ pub struct SetLimit {
     pub pid: u32,
     /// The new value of [`OpenRun::limit_bytes`].
     pub limit_bytes: u64,
+    /// The new value of [`OpenRun::limit_max_bytes`]; `None` if it stays as it is.
+    pub limit_max_bytes: Option<u64>,
 }
 
 /// Body of [`Frame::HoldSpans`]: the memory that the heaps on a node may take.
@@ -386,7 +388,11 @@ impl Frame {
             13 => Self::Notice(reader.text()?),
             14 => Self::Claim(KeeperShare::numbered(reader.u32()?)?),
             15 => Self::Sync,
-            16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
+            16 => Self::SetLimit(SetLimit {
+                pid: reader.u32()?,
+                limit_bytes: reader.u64()?,
+                limit_max_bytes: if version >= VERSION_WITH_MAX { Some(reader.u64()?) } else { None },
+            }),
             17 => Self::DeviceRequest(RunToken(reader.array()?)),
             18 => Self::Device,
             20 => Self::ClusterAccessRequest,
@@ -450,6 +456,9 @@ impl Frame {
             Self::SetLimit(set) => {
                 out.extend_from_slice(&set.pid.to_le_bytes());
                 out.extend_from_slice(&set.limit_bytes.to_le_bytes());
+                if let Some(max_bytes) = set.limit_max_bytes {
+                    out.extend_from_slice(&max_bytes.to_le_bytes());
+                }
             }
             Self::WatchDaemon { pid, name } => {
                 out.extend_from_slice(&pid.to_le_bytes());
@@ -503,6 +512,7 @@ impl Frame {
     fn version(&self) -> u16 {
         match self {
             Self::OpenRun(open) => open.version(),
+            Self::SetLimit(SetLimit { limit_max_bytes: Some(_), .. }) => VERSION_WITH_MAX,
             _ => VERSION_OLDEST,
         }
     }

@@ -55,6 +55,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
             "open run",
             Frame::OpenRun(OpenRun {
                 limit_bytes: 0x0102_0304_0506_0708,
+                limit_max_bytes: None,
                 replicas: 0x1112_1314,
                 outlives_owner: true,
                 is_strict: false,
@@ -66,10 +67,23 @@ fn frames() -> Vec<(&'static str, Frame)> {
             "open run that says how long it waits for room",
             Frame::OpenRun(OpenRun {
                 limit_bytes: 0x0102_0304_0506_0708,
+                limit_max_bytes: None,
                 replicas: 0x1112_1314,
                 outlives_owner: false,
                 is_strict: true,
                 wait_for_room_ms: Some(0x2122_2324_2526_2728),
+                name: "ls".into(),
+            }),
+        ),
+        (
+            "open run that may have idle memory",
+            Frame::OpenRun(OpenRun {
+                limit_bytes: 0x0102_0304_0506_0708,
+                limit_max_bytes: Some(0x3132_3334_3536_3738),
+                replicas: 0x1112_1314,
+                outlives_owner: false,
+                is_strict: true,
+                wait_for_room_ms: None,
                 name: "ls".into(),
             }),
         ),
@@ -97,7 +111,22 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("take of heaps 65535", Frame::Claim(KeeperShare::Heaps(u16::MAX))),
         ("take of cache 513", Frame::Claim(KeeperShare::Cache(513))),
         ("taken", Frame::Sync),
-        ("set limit", Frame::SetLimit(SetLimit { pid: 0x1112_1314, limit_bytes: 0x0102_0304_0506_0708 })),
+        (
+            "set limit",
+            Frame::SetLimit(SetLimit {
+                pid: 0x1112_1314,
+                limit_bytes: 0x0102_0304_0506_0708,
+                limit_max_bytes: None,
+            }),
+        ),
+        (
+            "set limit with idle memory",
+            Frame::SetLimit(SetLimit {
+                pid: 0x1112_1314,
+                limit_bytes: 0x0102_0304_0506_0708,
+                limit_max_bytes: Some(0x3132_3334_3536_3738),
+            }),
+        ),
         ("want device", Frame::DeviceRequest(TOKEN)),
         ("device", Frame::Device),
         ("borrow", Frame::ClusterAccessRequest),

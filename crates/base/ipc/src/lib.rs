@@ -30,7 +30,7 @@ pub use hello::{
     SOCKET_SECRET_BYTES, connect_back_page, socket_address,
 };
 pub use mutation::Mutation;
-pub use open_run::OpenRun;
+pub use open_run::{LIMIT_MAX_AUTO, OpenRun};
 
 /// Environment variable with the path of the agent's socket, for the shim.
 pub const SOCKET_VARIABLE: &str = "AQUIFER_SOCKET";
@@ -39,6 +39,9 @@ pub const RUN_VARIABLE: &str = "AQUIFER_RUN";
 /// Environment variable with the resident limit of the allocator's memory. Without it,
 /// `libaquifer-malloc` pages nothing.
 pub const LOCAL_VARIABLE: &str = "AQUIFER_LOCAL";
+/// Environment variable with the most memory of the allocator that may be resident while the host
+/// has idle memory: a size, or `auto`.
+pub const LOCAL_MAX_VARIABLE: &str = "AQUIFER_LOCAL_MAX";
 /// Environment variable with the number of memory nodes that hold each page of the allocator.
 pub const REPLICAS_VARIABLE: &str = "AQUIFER_REPLICAS";
 /// Symbol by which a process detects that the shim is loaded.

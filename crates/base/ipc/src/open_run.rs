@@ -8,6 +8,9 @@ use crate::mutation::Mutation;
 pub struct OpenRun {
     /// Limit of the run's resident pages and its part of the mempool together.
     pub limit_bytes: u64,
+    /// Most resident pages of the run while its host has idle memory, at least `limit_bytes`;
+    /// [`LIMIT_MAX_AUTO`] if the agent may choose. `None`: the agent's default.
+    pub limit_max_bytes: Option<u64>,
     /// Memory nodes that hold a copy of each page, 1 to 3.
     pub replicas: u32,
     /// Whether the programs continue if the socket closes without [`crate::Frame::CloseRun`],
@@ -22,22 +25,44 @@ pub struct OpenRun {
     pub name: String,
 }
 
+/// Value of [`OpenRun::limit_max_bytes`]: as much as the host can lend.
+pub const LIMIT_MAX_AUTO: u64 = u64::MAX;
 /// The first version with [`OpenRun::wait_for_room_ms`].
 const VERSION_WITH_WAIT: u16 = 22;
+/// The first version with [`OpenRun::limit_max_bytes`].
+pub(crate) const VERSION_WITH_MAX: u16 = 23;
+/// Value of the time in a form that has one although the agent may choose.
+const ANY_WAIT: u64 = u64::MAX;
 
 impl OpenRun {
     pub(crate) fn version(&self) -> u16 {
-        if self.wait_for_room_ms.is_some() { VERSION_WITH_WAIT } else { VERSION_OLDEST }
+        match (self.limit_max_bytes, self.wait_for_room_ms) {
+            (Some(_), _) => VERSION_WITH_MAX,
+            (None, Some(_)) => VERSION_WITH_WAIT,
+            (None, None) => VERSION_OLDEST,
+        }
     }
 
     pub(crate) fn parse(version: u16, reader: &mut Reader<'_>) -> Result<Self, FrameError> {
+        let limit_bytes = reader.u64()?;
+        let replicas = reader.u32()?;
+        let outlives_owner = flag(reader, "outlives_owner")?;
+        let is_strict = flag(reader, "is_strict")?;
+        let mut wait_for_room_ms = if version >= VERSION_WITH_WAIT { Some(reader.u64()?) } else { None };
+        let mut limit_max_bytes = None;
+        if version >= VERSION_WITH_MAX {
+            wait_for_room_ms = wait_for_room_ms.filter(|wait_ms| *wait_ms != ANY_WAIT);
+            limit_max_bytes = Some(reader.u64()?);
+        }
+        let name = reader.text()?;
         Ok(Self {
-            limit_bytes: reader.u64()?,
-            replicas: reader.u32()?,
-            outlives_owner: flag(reader, "outlives_owner")?,
-            is_strict: flag(reader, "is_strict")?,
-            wait_for_room_ms: if version >= VERSION_WITH_WAIT { Some(reader.u64()?) } else { None },
-            name: reader.text()?,
+            limit_bytes,
+            limit_max_bytes,
+            replicas,
+            outlives_owner,
+            is_strict,
+            wait_for_room_ms,
+            name,
         })
     }
 
@@ -46,8 +71,9 @@ impl OpenRun {
         out.extend_from_slice(&self.replicas.to_le_bytes());
         out.extend_from_slice(&u32::from(self.outlives_owner).to_le_bytes());
         out.extend_from_slice(&u32::from(self.is_strict).to_le_bytes());
-        if let Some(wait_ms) = self.wait_for_room_ms {
-            out.extend_from_slice(&wait_ms.to_le_bytes());
+        let wait_ms = self.wait_for_room_ms.or(self.limit_max_bytes.map(|_| ANY_WAIT));
+        for field in [wait_ms, self.limit_max_bytes].into_iter().flatten() {
+            out.extend_from_slice(&field.to_le_bytes());
         }
         write_text(&self.name, out);
     }

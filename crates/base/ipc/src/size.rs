@@ -70,6 +70,14 @@ pub fn parse_or_zero(text: &str) -> Result<u64, SizeError> {
     if text == "0" { Ok(0) } else { parse(text) }
 }
 
+/// Parses a size as [`parse`] does, or `auto`, which is [`LIMIT_MAX_AUTO`](crate::LIMIT_MAX_AUTO).
+///
+/// # Errors
+/// If the text is neither.
+pub fn parse_or_auto(text: &str) -> Result<u64, SizeError> {
+    if text == "auto" { Ok(crate::LIMIT_MAX_AUTO) } else { parse(text) }
+}
+
 /// The power of two that a unit stands for; `None` for an unknown unit.
 fn shift_of(unit: &str) -> Option<u32> {
     let unit = unit.to_ascii_uppercase();

@@ -57,8 +57,19 @@ pub struct RunStatistics {
     pub name: String,
     /// User id of the run's owner.
     pub tenant: u32,
-    /// Limit of resident memory (`--local`).
+    /// Limit of resident memory (`--local`), which is guaranteed.
     pub limit_bytes: u64,
+    /// Limit while the host has idle memory (`--local-max`), 2^64 − 1 for as much as the host
+    /// lends; `None` if the run is not elastic.
+    #[serde(default)]
+    pub limit_max_bytes: Option<u64>,
+    /// Resident memory beyond the guaranteed part: idle memory of the host, which is taken back
+    /// when others need it.
+    #[serde(default)]
+    pub borrowed_bytes: u64,
+    /// Pages of the run in the page cache of the host.
+    #[serde(default)]
+    pub cached_bytes: u64,
     /// Requested replicas of each page (`--replicas`).
     pub replicas: usize,
     /// Slabs that have fewer replicas than requested now, and survive fewer failures of nodes.
@@ -141,6 +152,12 @@ pub struct TenantStatistics {
     pub processes: usize,
     /// Resident memory of these processes at the last sample.
     pub resident_bytes: u64,
+    /// Part of `resident_bytes` that is idle memory of the host.
+    #[serde(default)]
+    pub borrowed_bytes: u64,
+    /// Pages of the runs in the page cache of the host.
+    #[serde(default)]
+    pub cached_bytes: u64,
     /// Blocks of the mempool that the runs use, in bytes.
     pub mempool_bytes: u64,
     /// Memory that the runs have allocated on memory nodes.
@@ -164,6 +181,18 @@ pub struct AgentStatus {
     pub mempool_bytes: u64,
     /// Blocks of the mempool in use.
     pub mempool_used_bytes: u64,
+    /// Blocks of the mempool in the page cache.
+    #[serde(default)]
+    pub cached_bytes: u64,
+    /// Idle memory of the host that elastic runs have.
+    #[serde(default)]
+    pub borrowed_bytes: u64,
+    /// Memory of the host that is available, at the last look of the agent.
+    #[serde(default)]
+    pub available_bytes: u64,
+    /// Memory of the host that the agent keeps available.
+    #[serde(default)]
+    pub keep_free_bytes: u64,
     /// The memory nodes in the directory.
     pub nodes: Vec<NodeStatus>,
     /// Memory nodes that were in the directory while this agent ran, and are not any more.

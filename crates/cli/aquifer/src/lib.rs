@@ -113,6 +113,7 @@ fn run(given: Option<&Path>, arguments: RunArguments) -> ExitCode {
     let options = run::RunOptions {
         agent_socket,
         local_bytes: arguments.local,
+        local_max_bytes: arguments.local_max,
         replicas: arguments.replicas,
         swap,
         detach: arguments.detach,

@@ -36,6 +36,8 @@ pub struct RunOptions {
     pub agent_socket: PathBuf,
     /// Limit of resident memory, including the run's part of the mempool, in bytes.
     pub local_bytes: u64,
+    /// Limit while the host has idle memory, in bytes; `None` for the agent's default.
+    pub local_max_bytes: Option<u64>,
     /// Number of memory nodes that hold a copy of each page.
     pub replicas: u32,
     /// Options of the swap device, if the program is paged by kernel swap.
@@ -190,6 +192,7 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
     let stats = options.stats.as_deref().map(open_stats).transpose()?;
     let open = OpenRun {
         limit_bytes: options.local_bytes,
+        limit_max_bytes: options.local_max_bytes,
         replicas: options.replicas,
         outlives_owner: options.detach,
         is_strict: options.strict,

@@ -10,8 +10,12 @@ use clap::Args;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 
+mod cache_weight;
+
 use crate::cli::{parse_grace_ms, parse_lent_memory, parse_mempool};
 use aquifer_ipc::size;
+
+pub use cache_weight::CacheWeight;
 
 /// Folder of the settings files that are read if `--config` is not given.
 const FOLDER: &str = "/etc/aquifer";
@@ -227,6 +231,11 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub keep_free: Option<u64>,
+    /// Limit of programs while this host has idle memory, for those that give no --local-max: a size,
+    /// or auto for as much as there is [default: they are held at --local]
+    #[arg(long, value_name = "SIZE|auto", value_parser = size::parse_or_auto)]
+    #[serde(deserialize_with = "bytes_or_auto")]
+    pub local_max: Option<u64>,
     /// Most of the page cache that one user may have [default: all of it]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
@@ -356,6 +365,7 @@ impl Settings for AgentSettings {
         Self {
             mempool: self.mempool.or(other.mempool),
             keep_free: self.keep_free.or(other.keep_free),
+            local_max: self.local_max.or(other.local_max),
             cache_per_user: self.cache_per_user.or(other.cache_per_user),
             cache_weight: if self.cache_weight.is_empty() { other.cache_weight } else { self.cache_weight },
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
@@ -409,6 +419,10 @@ fn parse<T: DeserializeOwned>(text: &str) -> Result<T, String> {
 
 fn bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     size::parse(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn bytes_or_auto<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    size::parse_or_auto(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
 fn lent_memory<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {

@@ -30,6 +30,7 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::heap_tickets::HeapTickets;
 use crate::node_watch::NodeWatch;
+use crate::memory_governor::MemoryGovernor;
 use crate::report::status;
 use crate::swap_servers::SwapServers;
 
@@ -102,11 +103,20 @@ pub(crate) struct Connections {
     access: ClusterAccess,
     heap_tickets: HeapTickets,
     segments: Arc<SegmentHost>,
+    memory: LentMemory,
     descriptors: Arc<DescriptorShares>,
     /// Number of open connections.
     counts: Mutex<HashMap<Counted, usize>>,
     /// Limits the log lines about connections that were lost.
     admit_failures: Mutex<FailureLog>,
+}
+
+/// The idle memory of the host, for elastic runs.
+#[derive(Debug)]
+pub(crate) struct LentMemory {
+    pub governor: Arc<MemoryGovernor>,
+    /// See [`crate::AgentOptions::limit_max_bytes`].
+    pub limit_max_bytes: Option<u64>,
 }
 
 impl Connections {
@@ -118,6 +128,7 @@ impl Connections {
         access: ClusterAccess,
         heap_tickets: HeapTickets,
         segments: Arc<SegmentHost>,
+        memory: LentMemory,
     ) -> std::io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             service: Arc::clone(service),
@@ -128,6 +139,7 @@ impl Connections {
             descriptors: Arc::clone(&heap_tickets.descriptors),
             heap_tickets,
             segments,
+            memory,
             counts: Mutex::default(),
             admit_failures: Mutex::default(),
             node_watch: NodeWatch::start(nodes)?,
@@ -280,7 +292,8 @@ impl Connections {
                 let is_visible = |tenant| is_visible(tenant, uid);
                 let host = self.nodes.host();
                 let swap = self.swap_servers.reports();
-                let status = status(&self.service, &self.sessions, swap, host, &self.node_watch, is_visible);
+                let watches = (&self.node_watch, &*self.memory.governor);
+                let status = status(&self.service, &self.sessions, swap, host, watches, is_visible);
                 Frame::StatusReport(crate::report::fitting_json(status))
             }
             Ok(Frame::HeapAccessRequest(node)) => {
@@ -323,7 +336,11 @@ impl Connections {
         }
         let PeerProcess { pid, uid, pidfd } = peer;
         let owner = RunOwner { socket: Arc::clone(socket), pid, process: pidfd.map(Arc::new) };
-        let run = self.service.open_run(open, owner, uid)?;
+        let limit_max_bytes = open.limit_max_bytes.or(self.memory.limit_max_bytes);
+        let run = self.service.open_run(&OpenRun { limit_max_bytes, ..open.clone() }, owner, uid)?;
+        if run.limit_max_bytes().is_some() {
+            self.memory.governor.look_now();
+        }
         if let Err(error) = send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
             self.service.close_run(&run);
             return Err(error.into());
@@ -334,7 +351,8 @@ impl Connections {
     fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
         let mut runs = self.service.runs().into_iter();
         if let Some(run) = runs.find(|run| is_visible(run.tenant(), uid) && run.has_process(set.pid)) {
-            run.set_limit(set.limit_bytes);
+            run.set_limit(set.limit_bytes, set.limit_max_bytes);
+            self.memory.governor.look_now();
             return Frame::Statistics(statistics_json(&run.report()));
         }
         match self.swap_servers.set_limit(set, |tenant| is_visible(tenant, uid)) {

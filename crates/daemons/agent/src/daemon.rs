@@ -36,11 +36,11 @@ use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_segments::host::{HostLease, SegmentError};
 use parking_lot::Mutex;
 
-use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
+use crate::connections::{Connections, LentMemory, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
 use crate::host_state::{HostState, new_mempool};
 use crate::listeners::Listeners;
-use crate::memory_governor;
+use crate::memory_governor::MemoryGovernor;
 use crate::metrics;
 use crate::swap_servers::SwapServers;
 use segments::{restorable_segments, start_segments};
@@ -71,6 +71,9 @@ pub struct AgentOptions {
     /// Memory of this machine that stays available, in bytes: the page cache returns its memory
     /// before less is.
     pub keep_free_bytes: u64,
+    /// Limit of runs while the host has idle memory, in bytes, for runs that give none; `None`: runs
+    /// are held at their limit.
+    pub limit_max_bytes: Option<u64>,
     /// How the users share the page cache.
     pub cache_shares: CacheShares,
     /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
@@ -352,9 +355,11 @@ impl Agent {
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
         let segments = start_segments(options, &membership, &host, kept_segments, retries)?;
         let swap_servers = Arc::new(SwapServers::default());
+        let governor =
+            MemoryGovernor::start(&service, options.keep_free_bytes).map_err(AgentError::Threads)?;
         let serve_metrics = |listener: MetricsListener| {
             let lease = membership.lease_events();
-            metrics::serve(listener, &service, &sessions, &nodes, lease, &segments, &swap_servers)
+            metrics::serve(listener, &service, &sessions, &nodes, lease, &segments, &swap_servers, &governor)
         };
         let metrics = metrics.map(serve_metrics).transpose()?;
         let recovery =
@@ -373,8 +378,9 @@ impl Agent {
         };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
+        let memory = LentMemory { governor, limit_max_bytes: options.limit_max_bytes };
         let connections =
-            Connections::new(&service, &sessions, &nodes, swap_servers, access, heap_tickets, segments)
+            Connections::new(&service, &sessions, &nodes, swap_servers, access, heap_tickets, segments, memory)
                 .map_err(AgentError::Threads)?;
         host.listeners.add(ListenerKind::Own, listener);
         if let Some(shared) = shared_listener {
@@ -448,7 +454,6 @@ fn start_services(
 ) -> Result<(Arc<PagingService>, Arc<SessionService>), AgentError> {
     let mempool = Arc::new(mempool);
     mempool.set_cache_shares(options.cache_shares.clone());
-    memory_governor::start(Arc::downgrade(&mempool), options.keep_free_bytes).map_err(AgentError::Threads)?;
     let service = PagingService::new(
         Arc::clone(host) as Arc<dyn AgentServices>,
         mempool,

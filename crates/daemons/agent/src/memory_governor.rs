@@ -1,27 +1,38 @@
-//! The governor of this host's memory: the page cache uses memory that nobody needs, and gives it
-//! back when others want it.
+//! The governor of this host's memory: the page cache and elastic runs use memory that nobody needs,
+//! and give it back when others want it.
 //!
 //! A thread looks at the available memory of the machine, and of the agent's memory cgroup, ten
 //! times a second, and at once when the kernel reports pressure (`pressure`). Part of the memory
 //! always stays available (`--keep-free`): it is what programs can use until the governor has
 //! noticed and the kernel has the memory back.
+//!
+//! The page cache goes first: a gibibyte of it is returned in a tenth of a second. Pages of elastic
+//! runs must be evicted, which takes seconds, so these runs have at most half of what is idle
+//! (`borrowing`).
 
+mod borrowing;
+mod elastic_runs;
 mod pressure;
 
 use std::io;
-use std::sync::Weak;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use aquifer_faults::serve::PagingService;
 use aquifer_pager::Mempool;
+use rustix::event::{EventfdFlags, eventfd};
 
+use elastic_runs::ElasticRuns;
 use pressure::PressureWatch;
 
 /// Interval at which the governor looks at the available memory.
 const INTERVAL: Duration = Duration::from_millis(100);
 /// Part of the memory that stays available by default: 1/`KEPT_FREE_DIVISOR`.
 const KEPT_FREE_DIVISOR: u64 = 16;
-/// Least bytes that stay available by default.
-const KEPT_FREE_MIN: u64 = 64 << 20;
+/// Least bytes that stay available by default, if that is not more than half of the memory.
+const KEPT_FREE_MIN: u64 = 256 << 20;
 /// Most bytes that stay available by default.
 const KEPT_FREE_MAX: u64 = 4 << 30;
 /// Pressure counts only while less than this multiple of what stays available is available: a group
@@ -38,18 +49,18 @@ const PINNED_BYTES_MAX: u64 = 4 << 30;
 /// bytes.
 #[must_use]
 pub fn default_keep_free(total: u64) -> u64 {
-    (total / KEPT_FREE_DIVISOR).clamp(KEPT_FREE_MIN, KEPT_FREE_MAX)
+    (total / KEPT_FREE_DIVISOR).clamp(KEPT_FREE_MIN, KEPT_FREE_MAX).min(total / 2)
 }
 
-/// The state between two looks at the available memory.
+/// The size of the mempool by the available memory.
 #[derive(Debug)]
-struct Governor {
+struct CacheGovernor {
     keep_free: u64,
     /// Most bytes of the mempool for some intervals after a report of pressure.
     under_pressure: Option<(u64, u32)>,
 }
 
-impl Governor {
+impl CacheGovernor {
     fn new(keep_free: u64) -> Self {
         Self { keep_free, under_pressure: None }
     }
@@ -80,26 +91,83 @@ impl Governor {
     }
 }
 
-/// Starts the governor of a mempool. Its thread ends with the mempool.
-///
-/// # Errors
-/// If no thread can be started.
-pub(crate) fn start(mempool: Weak<Mempool>, keep_free: u64) -> io::Result<()> {
-    let mut pressure = PressureWatch::new(&aquifer_host_memory::pressure_files());
-    let mut governor = Governor::new(keep_free);
-    let mut errors = Errors::default();
-    let run = move || {
-        while let Some(mempool) = mempool.upgrade() {
-            let has_pressure = pressure.take();
-            let adjusted = aquifer_host_memory::available_bytes()
-                .and_then(|available| governor.adjust(&mempool, available, has_pressure));
-            errors.record(adjusted);
-            drop(mempool);
-            pressure.wait(INTERVAL);
+/// The running governor.
+#[derive(Debug)]
+pub(crate) struct MemoryGovernor {
+    keep_free: u64,
+    /// The memory of the machine that was available at the last look, in bytes.
+    available: AtomicU64,
+    /// Written to have the thread look at once.
+    wake: OwnedFd,
+}
+
+impl MemoryGovernor {
+    /// Starts the governor, whose thread ends with the service.
+    ///
+    /// # Errors
+    /// If no thread or descriptor can be created.
+    pub fn start(service: &Arc<PagingService>, keep_free: u64) -> io::Result<Arc<Self>> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let governor = Arc::new(Self { keep_free, available: AtomicU64::new(0), wake });
+        let for_thread = GovernorThread {
+            governor: Arc::clone(&governor),
+            cache: CacheGovernor::new(keep_free),
+            runs: ElasticRuns::new(keep_free),
+            errors: Errors::default(),
+        };
+        let service = Arc::downgrade(service);
+        std::thread::Builder::new().name("memory-governor".into()).spawn(move || for_thread.run(&service))?;
+        Ok(governor)
+    }
+
+    /// Has the governor look at once, because a run has become elastic.
+    pub fn look_now(&self) {
+        // A write to an eventfd fails only when its count is full, and then it is readable.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// The memory of the machine that was available at the last look, in bytes.
+    pub fn available_bytes(&self) -> u64 {
+        self.available.load(Relaxed)
+    }
+
+    /// The memory of the machine that stays available, in bytes.
+    pub fn keep_free_bytes(&self) -> u64 {
+        self.keep_free
+    }
+}
+
+/// The governor's thread.
+#[derive(Debug)]
+struct GovernorThread {
+    governor: Arc<MemoryGovernor>,
+    cache: CacheGovernor,
+    runs: ElasticRuns,
+    errors: Errors,
+}
+
+impl GovernorThread {
+    fn run(mut self, service: &Weak<PagingService>) {
+        let mut pressure = PressureWatch::new(&aquifer_host_memory::pressure_files());
+        while let Some(service) = service.upgrade() {
+            let looked = self.look(&service, pressure.take());
+            self.errors.record(looked);
+            drop(service);
+            pressure.wait(INTERVAL, self.governor.wake.as_fd());
+            // Fails if nobody has written.
+            let _ = rustix::io::read(&self.governor.wake, &mut [0; 8]);
         }
-    };
-    std::thread::Builder::new().name("memory-governor".into()).spawn(run)?;
-    Ok(())
+    }
+
+    /// Sets the sizes of the cache and of elastic runs by the memory that is available now.
+    fn look(&mut self, service: &PagingService, has_pressure: bool) -> io::Result<()> {
+        let of_machine = aquifer_host_memory::available_bytes_of_machine()?;
+        self.governor.available.store(of_machine, Relaxed);
+        let mempool = service.mempool();
+        let returnable = if mempool.memory().is_pinned() { 0 } else { mempool.unowned_backed_bytes() };
+        self.runs.adjust(&service.runs(), of_machine.saturating_add(returnable));
+        self.cache.adjust(mempool, aquifer_host_memory::available_bytes()?, has_pressure)
+    }
 }
 
 /// The errors of the governor, of which only the first is logged until it has succeeded again.
@@ -129,7 +197,7 @@ mod tests {
 
     #[test]
     fn the_mempool_may_have_what_is_available_beyond_what_stays_free() {
-        let mut governor = Governor::new(100);
+        let mut governor = CacheGovernor::new(100);
         assert_eq!(governor.mempool_max(50, 300, false), 250);
         assert_eq!(governor.mempool_max(250, 100, false), 250, "it stays as it is");
         assert_eq!(governor.mempool_max(250, 40, false), 190);
@@ -139,7 +207,7 @@ mod tests {
 
     #[test]
     fn pressure_counts_while_little_is_available() {
-        let mut governor = Governor::new(100);
+        let mut governor = CacheGovernor::new(100);
         assert_eq!(governor.mempool_max(800, 400, true), 1100, "much is available");
         assert_eq!(governor.mempool_max(800, 399, true), 700);
         for _ in 0..PRESSURE_INTERVALS {
@@ -156,7 +224,7 @@ mod tests {
         let blocks: Vec<_> = std::iter::from_fn(|| mempool.allocate(&user, 1)).collect();
         blocks.iter().for_each(|block| mempool.memory().write(block.slot(0).offset(), &[1; 64]));
         blocks[2..].iter().for_each(|block| mempool.free(&user, *block));
-        let mut governor = Governor::new(100 * MIB);
+        let mut governor = CacheGovernor::new(100 * MIB);
         governor.adjust(&mempool, 100 * MIB, false).unwrap();
         assert_eq!(mempool.backed_bytes(), 8 * block, "enough is available");
         governor.adjust(&mempool, 100 * MIB - 3 * block, false).unwrap();

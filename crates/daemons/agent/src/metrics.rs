@@ -23,7 +23,8 @@ use aquifer_report::{RunStatistics, TenantStatistics, UserStatistics};
 use aquifer_segments::host::statistics::TimesOf;
 use aquifer_segments::host::{SegmentHost, SegmentStatus};
 
-use crate::report::mempool_bytes;
+use crate::memory_governor::MemoryGovernor;
+use crate::report::{MempoolBytes, borrowed_bytes, mempool_bytes};
 use crate::swap_servers::SwapServers;
 
 /// Listens at the address for metrics, if there is one.
@@ -57,6 +58,7 @@ pub(crate) fn serve(
     lease: &Arc<LeaseEvents>,
     segments: &Arc<SegmentHost>,
     swap_servers: &Arc<SwapServers>,
+    governor: &Arc<MemoryGovernor>,
 ) -> Result<MetricsServer, MetricsError> {
     let collector = AgentCollector {
         service: Arc::clone(service),
@@ -65,6 +67,7 @@ pub(crate) fn serve(
         lease: Arc::clone(lease),
         segments: Arc::clone(segments),
         swap_servers: Arc::clone(swap_servers),
+        governor: Arc::clone(governor),
     };
     let mut registry = Registry::with_prefix("aquifer_agent");
     registry.register_collector(Box::new(collector));
@@ -80,15 +83,18 @@ struct AgentCollector {
     lease: Arc<LeaseEvents>,
     segments: Arc<SegmentHost>,
     swap_servers: Arc<SwapServers>,
+    governor: Arc<MemoryGovernor>,
 }
 
 /// A metric of each row: its name, its help text, and the function that reads its value.
 type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
 
-const RUN_BYTES: [Metric<RunStatistics>; 5] = [
+const RUN_BYTES: [Metric<RunStatistics>; 7] = [
     ("limit", "Limit of the run's resident memory.", |run| run.limit_bytes),
     ("resident", "Resident memory of the run at the last sample.", |run| run.resident_bytes),
     ("resident_peak", "The most resident memory in any sample.", |run| run.resident_peak_bytes),
+    ("borrowed", "Idle memory of the host that the run has beyond its limit.", |run| run.borrowed_bytes),
+    ("cached", "Pages of the run in the page cache of the host.", |run| run.cached_bytes),
     ("mempool_blocks", "Blocks of the mempool that the run uses.", |run| run.mempool_bytes),
     ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
 ];
@@ -128,9 +134,15 @@ const TENANT_GAUGES: [Metric<TenantStatistics>; 2] = [
     ("tenant_processes", "Processes in the tenant's runs.", |tenant| count_u64(tenant.processes)),
 ];
 
-const TENANT_BYTES: [Metric<TenantStatistics>; 3] = [
+const TENANT_BYTES: [Metric<TenantStatistics>; 5] = [
     ("tenant_resident", "Resident memory of the tenant's runs at the last sample.", |tenant| {
         tenant.resident_bytes
+    }),
+    ("tenant_borrowed", "Idle memory of the host that the tenant's runs have.", |tenant| {
+        tenant.borrowed_bytes
+    }),
+    ("tenant_cached", "Pages of the tenant's runs in the page cache of the host.", |tenant| {
+        tenant.cached_bytes
     }),
     ("tenant_mempool_blocks", "Blocks of the mempool that the tenant's runs use.", |tenant| {
         tenant.mempool_bytes
@@ -191,9 +203,16 @@ impl AgentCollector {
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
         info(encoder, about("build", "Version of the build."), &version)?;
-        let (whole, used) = mempool_bytes(&self.service);
-        gauges(encoder, bytes("mempool", "Largest size of the mempool."), one(whole))?;
+        let MempoolBytes { max, used, cached } = mempool_bytes(&self.service);
+        gauges(encoder, bytes("mempool", "Largest size of the mempool."), one(max))?;
         gauges(encoder, bytes("mempool_used", "Blocks of the mempool in use."), one(used))?;
+        gauges(encoder, bytes("mempool_cached", "Blocks of the mempool in the page cache."), one(cached))?;
+        let borrowed = borrowed_bytes(&self.service);
+        gauges(encoder, bytes("host_borrowed", "Idle memory that elastic runs have."), one(borrowed))?;
+        let available = self.governor.available_bytes();
+        gauges(encoder, bytes("host_available", "Available memory of the machine."), one(available))?;
+        let keep_free = self.governor.keep_free_bytes();
+        gauges(encoder, bytes("host_keep_free", "Memory of the machine that stays available."), one(keep_free))?;
         gauges(
             encoder,
             about("nodes", "Memory nodes in the directory."),

@@ -6,6 +6,7 @@ use aquifer_faults::serve::PagingService;
 use aquifer_host::cluster_access::SwapReport;
 use aquifer_report::{AgentStatus, SessionStatistics, TenantStatistics, UserStatistics};
 
+use crate::memory_governor::MemoryGovernor;
 use crate::node_watch::NodeWatch;
 
 /// Maximum length of a status in bytes: it must fit into one frame.
@@ -16,12 +17,32 @@ const PROGRAM_BYTES_MIN: usize = 64;
 /// Maximum number of tenants, of users and of sessions in a status.
 const STATUS_ENTRIES_MAX: usize = 64;
 
-/// The largest size of the mempool and its blocks in use, in bytes.
-pub(crate) fn mempool_bytes(service: &PagingService) -> (u64, u64) {
-    let block_bytes = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
+/// The bytes of the mempool.
+pub(crate) struct MempoolBytes {
+    /// The largest size.
+    pub max: u64,
+    /// Blocks that volumes own.
+    pub used: u64,
+    /// Blocks in the page cache.
+    pub cached: u64,
+}
+
+/// The bytes of the mempool now.
+pub(crate) fn mempool_bytes(service: &PagingService) -> MempoolBytes {
     let mempool = service.mempool();
-    let used_blocks = mempool.blocks() - mempool.free_block_count();
-    (mempool.blocks() as u64 * block_bytes, used_blocks as u64 * block_bytes)
+    let bytes = |blocks: usize| (blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
+    MempoolBytes {
+        max: bytes(mempool.blocks()),
+        used: bytes(mempool.blocks() - mempool.free_block_count()),
+        cached: bytes(mempool.cached_block_count()),
+    }
+}
+
+/// The idle memory that elastic runs have, in bytes.
+pub(crate) fn borrowed_bytes(service: &PagingService) -> u64 {
+    let runs = service.runs();
+    let elastic = runs.iter().filter(|run| run.limit_max_bytes().is_some());
+    elastic.map(|run| run.budget().borrowed() * aquifer_pager::PAGE_BYTES as u64).sum()
 }
 
 /// The statistics of tenants, sorted by runs and faults in descending order.
@@ -58,17 +79,21 @@ pub(crate) fn status(
     sessions: &SessionService,
     swap: Vec<SwapReport>,
     host: Host,
-    nodes: &NodeWatch,
+    (nodes, memory): (&NodeWatch, &MemoryGovernor),
     is_visible: impl Fn(u32) -> bool,
 ) -> AgentStatus {
-    let (mempool_bytes, mempool_used_bytes) = mempool_bytes(service);
+    let MempoolBytes { max, used, cached } = mempool_bytes(service);
     let paged = service.runs();
     let paged = paged.iter().filter(|run| is_visible(run.tenant())).map(|run| run.report());
     let swapped = swap.into_iter().map(|report| report.statistics).filter(|run| is_visible(run.tenant));
     AgentStatus {
         host: host.0,
-        mempool_bytes,
-        mempool_used_bytes,
+        mempool_bytes: max,
+        mempool_used_bytes: used,
+        cached_bytes: cached,
+        borrowed_bytes: borrowed_bytes(service),
+        available_bytes: memory.available_bytes(),
+        keep_free_bytes: memory.keep_free_bytes(),
         nodes: nodes.nodes(),
         missing_nodes: nodes.missing_nodes(),
         tenants: all_tenant_statistics(service, &is_visible),

@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_limit_is_set_when_the_server_reports_it() {
-        let set = SetLimit { pid: 99, limit_bytes: 2 };
+        let set = SetLimit { pid: 99, limit_bytes: 2, limit_max_bytes: None };
         with_server(|servers, own| {
             assert!(servers.set_limit(SetLimit { pid: 98, ..set }, |_| true).is_none(), "another process");
             assert!(servers.set_limit(set, |user| user != 7).is_none(), "another user");
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn a_limit_below_the_least_is_refused() {
         with_server(|servers, _own| {
-            let refused = servers.set_limit(SetLimit { pid: 99, limit_bytes: 0 }, |_| true).unwrap();
+            let refused = servers.set_limit(SetLimit { pid: 99, limit_bytes: 0, limit_max_bytes: None }, |_| true).unwrap();
             assert!(refused.is_err_and(|reason| reason.contains("too small")));
         });
     }

@@ -29,7 +29,7 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// If no agent listens there, with advice, or if the agent refuses.
-pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStatistics> {
+pub fn set_limit(path: &Path, set: SetLimit) -> io::Result<RunStatistics> {
     let socket = connect(path).map_err(|error| {
         if error.kind() == io::ErrorKind::PermissionDenied {
             return error;
@@ -43,7 +43,7 @@ pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStati
             ),
         )
     })?;
-    match request(&socket, &Frame::SetLimit(SetLimit { pid, limit_bytes }))? {
+    match request(&socket, &Frame::SetLimit(set))? {
         Frame::Statistics(text) => serde_json::from_str(&text).map_err(io::Error::other),
         _ => Err(io::Error::other(UNEXPECTED_FRAME)),
     }

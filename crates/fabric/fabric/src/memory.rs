@@ -508,6 +508,8 @@ fn refused(reason: String) -> io::Error {
 
 #[cfg(test)]
 mod tests {
+    use std::panic::AssertUnwindSafe;
+
     use super::*;
 
     #[test]
@@ -580,7 +582,7 @@ mod tests {
             |memory: &Memory| memory.atomic_u32(0).store(1, Ordering::SeqCst),
             |memory: &Memory| drop(memory.punch(0, 4096)),
         ] {
-            let outcome = std::panic::catch_unwind(|| write(&read_only));
+            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| write(&read_only)));
             assert!(outcome.is_err(), "a check panics, and there is no fault");
         }
         let again = read_only.read_only_fd().unwrap();

@@ -249,7 +249,8 @@ impl<E: Edge> Monitor<E> {
     /// A program that touches one page in each 2 MiB needs as much memory for the table as for the
     /// pages.
     fn check_table(&mut self) {
-        let limit = self.budget.resident_max().saturating_mul(PAGE_BYTES as u64);
+        // A run that has given idle memory back keeps the table that it needed.
+        let limit = self.budget.allowed_peak().saturating_mul(PAGE_BYTES as u64);
         let limit = usize::try_from(limit).unwrap_or(usize::MAX).clamp(TABLE_BYTES_FREE, TABLE_BYTES_MAX);
         let bytes = self.volume.table_bytes();
         if bytes > limit && !self.has_ended {

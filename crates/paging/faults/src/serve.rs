@@ -20,6 +20,7 @@ mod canary;
 mod core_follower;
 mod count;
 mod edge;
+mod elastic;
 mod excess;
 mod exit_watcher;
 #[cfg(debug_assertions)]

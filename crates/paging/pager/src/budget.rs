@@ -2,6 +2,8 @@
 //!
 //! The limit covers resident pages and the run's share of the mempool. Memory that is resident but
 //! cannot be evicted (stacks, small areas, private data of libraries) is sampled and counts, too.
+//! An elastic run may have idle memory of its host beyond its limit, which is taken back when others
+//! need it.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -24,7 +26,14 @@ const SHARE_BLOCKS_MAX: u64 = 256;
 /// The resident pages and mempool blocks that one run may have. All counts are in pages.
 #[derive(Debug)]
 pub struct Budget {
-    resident_max: AtomicU64,
+    /// Pages that are always allowed: the limit less the share.
+    guaranteed: AtomicU64,
+    /// Pages of idle memory of the host that may be resident as well.
+    borrowed_max: AtomicU64,
+    /// Pages of idle memory to which the run is being taken back; at most `borrowed_max`.
+    borrowed_target: AtomicU64,
+    /// The largest number of pages that were allowed so far.
+    allowed_peak: AtomicU64,
     held: AtomicI64,
     uncounted: AtomicI64,
     peak: AtomicU64,
@@ -45,7 +54,10 @@ impl Budget {
     #[must_use]
     pub fn of_user(limit_bytes: u64, mempool_user: Arc<MempoolUser>) -> Self {
         let budget = Self {
-            resident_max: AtomicU64::new(0),
+            guaranteed: AtomicU64::new(0),
+            borrowed_max: AtomicU64::new(0),
+            borrowed_target: AtomicU64::new(0),
+            allowed_peak: AtomicU64::new(0),
             held: AtomicI64::new(0),
             uncounted: AtomicI64::new(0),
             peak: AtomicU64::new(0),
@@ -68,13 +80,58 @@ impl Budget {
         let pages = limit_bytes / PAGE_BYTES as u64;
         let share = (pages / SHARE_DIVISOR / BLOCK_PAGES as u64).clamp(SHARE_BLOCKS_MIN, SHARE_BLOCKS_MAX);
         self.share.set_max(share);
-        self.resident_max.store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
+        self.guaranteed.store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
+        self.note_allowed();
     }
 
-    /// Pages that may be resident: the limit less the run's share of the mempool.
+    /// Sets how many pages of idle memory of the host the run may have beyond its limit: `max`, and
+    /// fewer soon if `target` is less. Pages above the target are evicted, and no thread waits for
+    /// that unless the run grows beyond `max`.
+    pub fn set_borrowed(&self, max: u64, target: u64) {
+        self.borrowed_target.store(target.min(max), Relaxed);
+        self.borrowed_max.store(max, Relaxed);
+        self.note_allowed();
+    }
+
+    fn note_allowed(&self) {
+        self.allowed_peak.fetch_max(self.resident_max(), Relaxed);
+    }
+
+    /// Pages that may be resident whatever other programs need: the limit less the run's share of
+    /// the mempool.
+    #[must_use]
+    pub fn guaranteed(&self) -> u64 {
+        self.guaranteed.load(Relaxed)
+    }
+
+    /// Pages of idle memory that may be resident as well, see [`Self::set_borrowed`].
+    #[must_use]
+    pub fn borrowed_max(&self) -> u64 {
+        self.borrowed_max.load(Relaxed)
+    }
+
+    /// Pages that are resident beyond [`Self::guaranteed`].
+    #[must_use]
+    pub fn borrowed(&self) -> u64 {
+        self.resident().saturating_sub(self.guaranteed())
+    }
+
+    /// Pages that may be resident.
     #[must_use]
     pub fn resident_max(&self) -> u64 {
-        self.resident_max.load(Relaxed)
+        self.guaranteed().saturating_add(self.borrowed_max())
+    }
+
+    /// Pages above which pages are evicted; at most [`Self::resident_max`].
+    #[must_use]
+    pub fn resident_target(&self) -> u64 {
+        self.guaranteed().saturating_add(self.borrowed_target.load(Relaxed))
+    }
+
+    /// The largest value of [`Self::resident_max`] so far.
+    #[must_use]
+    pub fn allowed_peak(&self) -> u64 {
+        self.allowed_peak.load(Relaxed)
     }
 
     /// Pages that are resident, as far as known: held pages and those of the last sample.
@@ -84,10 +141,16 @@ impl Budget {
             .expect("not negative")
     }
 
-    /// Pages that must be evicted so that `spare` more pages fit; 0 if they fit.
+    /// Pages that must be evicted before more may become resident; 0 if more fit.
     #[must_use]
-    pub fn excess(&self, spare: u64) -> u64 {
-        (self.resident() + spare).saturating_sub(self.resident_max())
+    pub fn excess(&self) -> u64 {
+        self.resident().saturating_sub(self.resident_max())
+    }
+
+    /// Pages that are to be evicted so that `spare` more pages fit; 0 if they fit.
+    #[must_use]
+    pub fn surplus(&self, spare: u64) -> u64 {
+        (self.resident() + spare).saturating_sub(self.resident_target())
     }
 
     /// Adds pages that became resident, or subtracts (negative) pages that were evicted.
@@ -256,10 +319,25 @@ mod tests {
         let budget = Budget::new(16 << 20);
         let max = budget.resident_max();
         budget.add_held(i64::try_from(max).unwrap() - 10);
-        assert_eq!(budget.excess(0), 0);
-        assert_eq!(budget.excess(12), 2);
+        assert_eq!(budget.excess(), 0);
+        assert_eq!(budget.surplus(12), 2);
         budget.set_sample(30, max + 20);
-        assert_eq!(budget.excess(0), 20);
+        assert_eq!(budget.excess(), 20);
         assert_eq!(budget.peak(), max + 20);
+    }
+
+    #[test]
+    fn borrowed_pages_are_taken_back_without_a_wait() {
+        let budget = Budget::new(16 << 20);
+        let guaranteed = budget.guaranteed();
+        budget.set_borrowed(1000, 1000);
+        budget.add_held(i64::try_from(guaranteed + 900).unwrap());
+        assert_eq!((budget.excess(), budget.surplus(100), budget.borrowed()), (0, 0, 900));
+        budget.set_borrowed(950, 100);
+        assert_eq!((budget.excess(), budget.surplus(0)), (0, 800));
+        assert_eq!((budget.resident_max(), budget.resident_target()), (guaranteed + 950, guaranteed + 100));
+        budget.set_borrowed(0, 0);
+        assert_eq!(budget.excess(), 900);
+        assert_eq!(budget.allowed_peak(), guaranteed + 1000);
     }
 }

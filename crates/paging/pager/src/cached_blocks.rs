@@ -94,6 +94,12 @@ impl CachedBlocks {
         self.users.iter().find(|user| user.uid == uid).map_or(0, |user| user.cached)
     }
 
+    /// The number of cached blocks of a run.
+    pub fn len_of_run(&self, index: &Arc<CacheIndex>) -> usize {
+        let mut runs = self.users.iter().flat_map(|user| &user.runs);
+        runs.find(|run| run.is_of(index)).map_or(0, RunQueue::cached)
+    }
+
     /// Whether a user has as many cached blocks as it may have.
     pub fn is_at_limit(&self, uid: u32) -> bool {
         self.shares.blocks_max().is_some_and(|max| self.len_of(uid) >= max)

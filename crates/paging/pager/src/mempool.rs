@@ -414,6 +414,14 @@ impl Mempool {
         (self.blocks - self.state.lock().free.unbacked.len()) as u64 * BLOCK_BYTES as u64
     }
 
+    /// Bytes of memory that blocks have which no volume owns, at most: they can be returned to the
+    /// system.
+    #[must_use]
+    pub fn unowned_backed_bytes(&self) -> u64 {
+        let state = self.state.lock();
+        (state.free.backed.len() + state.cached.len()) as u64 * BLOCK_BYTES as u64
+    }
+
     /// Sets the number of bytes that all blocks may have before cached blocks are given away in
     /// place of free blocks without memory.
     pub fn set_backed_max(&self, bytes: u64) {
@@ -434,6 +442,13 @@ impl Mempool {
     #[must_use]
     pub fn cached_block_count(&self) -> usize {
         self.state.lock().cached.len()
+    }
+
+    /// Bytes of the cached blocks of a run.
+    #[must_use]
+    pub fn cached_bytes_of(&self, slabs: &SlabSet) -> u64 {
+        let blocks = slabs.cache().map_or(0, |index| self.state.lock().cached.len_of_run(index));
+        blocks as u64 * BLOCK_BYTES as u64
     }
 
     /// The number of cached blocks of a user.

@@ -238,6 +238,8 @@ pub struct PagingWorld {
     pub counts: PagingCounts,
     /// Whether reclaimed pages may stay in the page cache.
     has_cache: bool,
+    /// Whether the run may have more or fewer pages beyond its limit at any time.
+    is_elastic: bool,
     /// The counters of all monitors.
     pub stats: Arc<FaultStats>,
     /// The bias of the schedule.
@@ -312,6 +314,7 @@ impl PagingWorld {
             failure: None,
             counts: PagingCounts::default(),
             has_cache,
+            is_elastic: seed.is_multiple_of(4),
             stats: Arc::default(),
             joining: None,
             rng,
@@ -334,6 +337,10 @@ impl PagingWorld {
                     self.mempool.set_backed_max(self.rng.below(6) * 256 * 1024);
                     let _released = self.mempool.release_block_memory().expect("a memfd has holes");
                     self.counts.cache_drops += (cached - self.mempool.cached_block_count()) as u64;
+                }
+                13 if self.is_elastic && self.rng.chance(1, 4) => {
+                    let max = self.rng.below(60);
+                    self.budget.set_borrowed(max, self.rng.below(max + 1));
                 }
                 12..15 => {
                     if !self.is_fabric_slow || self.rng.chance(1, 16) {
@@ -432,7 +439,7 @@ impl PagingWorld {
             self.slabs.set_cache(self.mempool.new_cache_index().expect("memory"));
         }
         let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
-        let limit = (self.budget.resident_max() + blocks) * aquifer_pager::PAGE_BYTES as u64;
+        let limit = (self.budget.guaranteed() + blocks) * aquifer_pager::PAGE_BYTES as u64;
         self.budget = Arc::new(Budget::new(limit));
     }
 

@@ -30,6 +30,10 @@ pub struct RunArguments {
     /// counts as well
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub local: u64,
+    /// Limit while this host has idle memory, such as 8G, or auto for as much as it has; what is
+    /// beyond --local is taken back when others need it [default: the agent's, mostly --local]
+    #[arg(long, value_name = "SIZE|auto", value_parser = size::parse_or_auto, conflicts_with = "swap")]
+    pub local_max: Option<u64>,
     /// Number of memory nodes that hold a copy of each page, 1 to 3. With 2, the program survives
     /// the loss of a node. Each copy takes memory of the pool
     #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
@@ -114,4 +118,7 @@ pub struct LimitArguments {
     /// The run's new limit, such as 512M. A run works with a few pages, but slowly
     #[arg(value_name = "SIZE", value_parser = size::parse)]
     pub size: u64,
+    /// The run's new limit while the host has idle memory, such as 8G, or auto [default: it stays]
+    #[arg(long, value_name = "SIZE|auto", value_parser = size::parse_or_auto)]
+    pub max: Option<u64>,
 }

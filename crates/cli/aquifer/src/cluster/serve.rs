@@ -334,6 +334,7 @@ fn agent(
             Some(bytes) => bytes,
             None => aquifer_agent::default_keep_free(total_bytes()?),
         },
+        limit_max_bytes: settings.local_max,
         cache_shares: CacheShares {
             bytes_per_user: settings.cache_per_user,
             weights: settings.cache_weight.iter().map(|user| (user.uid, user.weight)).collect(),

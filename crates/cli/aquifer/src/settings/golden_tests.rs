@@ -39,6 +39,7 @@ fn golden_files_of_settings() {
     let agent = AgentSettings {
         mempool: Some(1 << 30),
         keep_free: Some(5 << 20),
+        local_max: Some(u64::MAX),
         cache_per_user: Some(6 << 30),
         cache_weight: vec![CacheWeight { uid: 1000, weight: 4 }],
         extents_per_user: Some(2 << 30),

@@ -3,7 +3,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -39,14 +39,14 @@ impl PressureWatch {
         std::mem::take(&mut self.has_pressure)
     }
 
-    /// Waits until pressure is reported, at most `interval`.
-    pub fn wait(&mut self, interval: Duration) {
+    /// Waits until pressure is reported or `wake` is readable, at most `interval`.
+    pub fn wait(&mut self, interval: Duration, wake: BorrowedFd<'_>) {
         let timeout = Timespec::try_from(interval).expect("the interval is short");
-        let mut polled: Vec<_> =
-            self.files.iter().map(|file| PollFd::from_borrowed_fd(file.as_fd(), PollFlags::PRI)).collect();
+        let files = self.files.iter().map(|file| PollFd::from_borrowed_fd(file.as_fd(), PollFlags::PRI));
+        let mut polled: Vec<_> = files.chain([PollFd::from_borrowed_fd(wake, PollFlags::IN)]).collect();
         // An error here is that of a signal; then the wait was shorter.
         let _ready = poll(&mut polled, Some(&timeout));
-        let events: Vec<_> = polled.iter().map(PollFd::revents).collect();
+        let events: Vec<_> = polled.iter().map(PollFd::revents).take(self.files.len()).collect();
         self.has_pressure |= events.iter().any(|events| events.contains(PollFlags::PRI));
         // The file of a cgroup that was removed would be ready for ever.
         let mut events = events.into_iter();
@@ -74,7 +74,8 @@ mod tests {
     fn a_file_without_triggers_is_left_out() {
         let mut watch = PressureWatch::new(&["/nonexistent".into(), "/proc/self/status".into()]);
         assert!(watch.files.is_empty());
-        watch.wait(Duration::ZERO);
+        let wake = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        watch.wait(Duration::from_secs(60), wake.as_fd());
         assert!(!watch.take());
     }
 }

@@ -30,13 +30,13 @@ impl<E: Edge> Monitor<E> {
         while self.volume.pass_block() {
             self.announce_free_block();
         }
-        if self.budget.excess(SPARE_PAGES) > 0 && self.edge.now_ns() >= self.next_claim_ns {
+        if self.budget.surplus(SPARE_PAGES) > 0 && self.edge.now_ns() >= self.next_claim_ns {
             self.claim_exclusive();
         }
         self.lacks_block = false;
         self.wants_block = false;
         while !self.has_ended
-            && self.budget.excess(SPARE_PAGES) > 0
+            && self.budget.surplus(SPARE_PAGES) > 0
             && !self.free_buffers.is_empty()
             && self.volume.held() > HELD_PAGES_MIN
             && self.edge.has_worker()
@@ -101,7 +101,7 @@ impl<E: Edge> Monitor<E> {
 
     /// Evicts one batch into a block. Returns whether another attempt may follow at once.
     fn evict_into(&mut self, block: BlockId) -> bool {
-        let is_over_limit = self.budget.excess(0) > 0;
+        let is_over_limit = self.budget.excess() > 0;
         self.victims.clear();
         let edge = &self.edge;
         let surplus = self.volume.held().saturating_sub(HELD_PAGES_MIN);

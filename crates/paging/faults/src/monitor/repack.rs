@@ -35,7 +35,7 @@ impl<E: Edge> Monitor<E> {
     /// should follow at once.
     pub(super) fn repack(&mut self) -> bool {
         let Some(round) = self.volume.slabs().vacating_round() else { return false };
-        let is_busy = !self.pending.is_empty() || self.budget.excess(0) > 0;
+        let is_busy = !self.pending.is_empty() || self.budget.excess() > 0;
         if self.has_ended || is_busy || self.repacking.unacknowledged.is_some() {
             return false;
         }

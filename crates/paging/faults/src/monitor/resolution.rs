@@ -54,7 +54,7 @@ impl<E: Edge> Monitor<E> {
 
     /// Attempts to resolve a fault, by the state of its page.
     pub(super) fn serve_fault(&mut self, fault: PageFault) -> FaultOutcome {
-        if self.budget.excess(0) > 0 && self.must_wait_for_room() {
+        if self.budget.excess() > 0 && self.must_wait_for_room() {
             return FaultOutcome::WaitForSender;
         }
         let page = fault.page;
@@ -98,7 +98,7 @@ impl<E: Edge> Monitor<E> {
     /// Whether a fault must wait for room: the run is over its limit and room will be made.
     fn must_wait_for_room(&mut self) -> bool {
         self.make_room();
-        if self.budget.excess(0) == 0 {
+        if self.budget.excess() == 0 {
             return false;
         }
         if self.volume.is_in_flight() || self.lacks_block {

@@ -205,6 +205,7 @@ pub fn record_seeds() -> Vec<(&'static str, Vec<u8>)> {
         token: RunToken([0xbd; 16]).to_hex(),
         name: "sort".to_owned(),
         limit_bytes: 1 << 30,
+        limit_max_bytes: None,
         tenant: 1000,
         replicas: 2,
         outlives_owner: true,

@@ -14,6 +14,7 @@ fn golden_records_of_runs_and_programs() {
         token: RunToken([0x0f; 16]).to_hex(),
         name: "ls".into(),
         limit_bytes: 1,
+        limit_max_bytes: Some(4),
         tenant: 2,
         replicas: 3,
         outlives_owner: true,

@@ -21,6 +21,9 @@ pub(crate) struct RunRecord {
     pub token: String,
     pub name: String,
     pub limit_bytes: u64,
+    /// See [`aquifer_ipc::OpenRun::limit_max_bytes`]; `None` if it is `limit_bytes`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_max_bytes: Option<u64>,
     /// User that the run belongs to.
     pub tenant: u32,
     pub replicas: usize,

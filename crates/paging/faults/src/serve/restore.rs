@@ -16,7 +16,7 @@ use aquifer_channel::kill::kill_as;
 use aquifer_channel::owners;
 use aquifer_channel::{RestoredItem, send_frame};
 use aquifer_ipc::{Frame, HeldKind};
-use aquifer_pager::{BlockId, Budget, Memory, Mempool, REPLICAS_MAX, SlabSet};
+use aquifer_pager::{BlockId, Budget, Memory, Mempool, PAGE_BYTES, REPLICAS_MAX, SlabSet};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::attachment::{Attachment, shut_down};
@@ -262,11 +262,17 @@ impl RecoveringRun {
         }
         let slabs = SlabSet::recover(Memory::whole(slabs)?, record.replicas);
         slabs.set_cache(mempool.new_cache_index()?);
+        let budget = Budget::of_user(record.limit_bytes, mempool.user(owners::owner(record.tenant)));
+        if let Some(max_bytes) = record.limit_max_bytes {
+            // What the run had borrowed stays until the agent knows how much memory is idle.
+            let pages = max_bytes.saturating_sub(record.limit_bytes) / PAGE_BYTES as u64;
+            budget.set_borrowed(pages, pages);
+        }
         Ok(Self {
             id: kept.item.id,
             owner: RunOwner::restore(owner, record.owner_pid, fds.next()),
             slabs: Arc::new(slabs),
-            budget: Arc::new(Budget::of_user(record.limit_bytes, mempool.user(owners::owner(record.tenant)))),
+            budget: Arc::new(budget),
             record,
             programs: Vec::new(),
             resumable: Vec::new(),

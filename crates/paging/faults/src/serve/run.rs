@@ -65,7 +65,10 @@ pub struct Run {
     outlives_owner: bool,
     is_strict: bool,
     wait_for_room_ms: Option<u64>,
-    limit_bytes: AtomicU64,
+    pub(super) limit_bytes: AtomicU64,
+    /// The limit while the host has idle memory; not more than `limit_bytes` if the run is not
+    /// elastic.
+    pub(super) limit_max_bytes: AtomicU64,
     /// Whether the limit was changed after the start. Such a limit may be less than the memory that
     /// cannot be paged, and the run is not ended for that.
     is_limit_changed: AtomicBool,
@@ -99,7 +102,7 @@ impl Run {
         tenant: u32,
         descriptors: DescriptorCharge,
     ) -> Result<Arc<Self>, OpenRunError> {
-        let OpenRun { limit_bytes, outlives_owner, is_strict, wait_for_room_ms, .. } = *open;
+        let OpenRun { limit_bytes, limit_max_bytes, outlives_owner, is_strict, wait_for_room_ms, .. } = *open;
         let replicas = usize::try_from(open.replicas).map_err(std::io::Error::other)?;
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())
@@ -108,6 +111,7 @@ impl Run {
             token: RunToken(token).to_hex(),
             name: printable(&open.name),
             limit_bytes,
+            limit_max_bytes: limit_max_bytes.filter(|max| *max > limit_bytes),
             tenant,
             replicas,
             outlives_owner,
@@ -128,6 +132,7 @@ impl Run {
             token: self.token.to_hex(),
             name: self.name.clone(),
             limit_bytes: self.limit_bytes.load(Relaxed),
+            limit_max_bytes: self.limit_max_bytes(),
             tenant: self.tenant,
             replicas: self.slabs.replicas_wanted(),
             outlives_owner: self.outlives_owner,
@@ -164,6 +169,7 @@ impl Run {
             is_strict: record.is_strict,
             wait_for_room_ms: record.wait_for_room_ms,
             limit_bytes: AtomicU64::new(record.limit_bytes),
+            limit_max_bytes: AtomicU64::new(record.limit_max_bytes.unwrap_or(0)),
             is_limit_changed: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
             owner,
             service: Arc::downgrade(service),
@@ -236,7 +242,8 @@ impl Run {
     }
 
     /// The owner of the tenant's user id. The run counts against the limits of that user.
-    pub(crate) fn id_owner(&self) -> u32 {
+    #[must_use]
+    pub fn id_owner(&self) -> u32 {
         self.descriptors.owner()
     }
 
@@ -246,12 +253,19 @@ impl Run {
         self.token
     }
 
-    /// Changes the limit of a running run.
+    /// Changes the limit of a running run, and also `max_bytes`, the limit while the host has idle
+    /// memory, if it is given.
     ///
     /// Pages above the limit are evicted at once, or as soon as the pool has room.
-    pub fn set_limit(&self, limit_bytes: u64) {
-        tracing::info!(run = self.name, limit_bytes, "limit changed");
+    pub fn set_limit(&self, limit_bytes: u64, max_bytes: Option<u64>) {
+        tracing::info!(run = self.name, limit_bytes, max_bytes, "limit changed");
         self.limit_bytes.store(limit_bytes, Relaxed);
+        if let Some(max_bytes) = max_bytes {
+            self.limit_max_bytes.store(max_bytes, Relaxed);
+        }
+        if self.limit_max_bytes().is_none() {
+            self.budget.set_borrowed(0, 0);
+        }
         self.is_limit_changed.store(true, Relaxed);
         self.budget.set_limit(limit_bytes);
         // The keeper does not refuse an update of an item that it holds.
@@ -424,6 +438,9 @@ impl Run {
             name: self.name.clone(),
             tenant: self.tenant,
             limit_bytes: self.limit_bytes.load(Relaxed),
+            limit_max_bytes: self.limit_max_bytes(),
+            borrowed_bytes: self.limit_max_bytes().map_or(0, |_| self.budget.borrowed() * page),
+            cached_bytes: self.cached_bytes(),
             replicas: self.slabs.replicas_wanted(),
             degraded_slabs: sent.degraded_slabs,
             copied_slabs: sent.copied_slabs,

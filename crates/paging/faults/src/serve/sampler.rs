@@ -236,7 +236,7 @@ impl SampledRun {
         programs.iter().for_each(|program| program.interrupt_if_ended());
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
         let (usages, mut total, mut held) = self.count(run, &programs);
-        let max = run.budget.resident_max();
+        let max = run.budget.resident_target();
         let register_at = (max / REGISTER_DIVISOR)
             .min(max.saturating_sub(LATE_SAMPLE_PAGES))
             .max(max / REGISTER_DIVISOR_MAX);
@@ -254,7 +254,7 @@ impl SampledRun {
         // - The pool is short for the run's user, so the programs of this user release their clean
         //   copies.
         // - Slabs of the run are to be emptied, so its programs move pages.
-        let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
+        let (is_over, is_near) = (run.budget.excess() > 0, run.budget.surplus(SPARE_PAGES) > 0);
         let is_short = run.budget.mempool_user().is_pool_short();
         let is_vacating = run.slabs.vacating_round().is_some();
         let average = average_held(&programs);
@@ -346,7 +346,7 @@ impl SampledRun {
             is_notified: false,
         });
         let waited = known.duration.observe(now);
-        if run.budget.excess(0) == 0 {
+        if run.budget.excess() == 0 {
             return;
         }
         let wait = run.wait_for_room();

@@ -27,6 +27,8 @@ fn add(tenant: &mut TenantStatistics, run: &RunStatistics) {
     tenant.runs += 1;
     tenant.processes += run.processes;
     tenant.resident_bytes += run.resident_bytes;
+    tenant.borrowed_bytes += run.borrowed_bytes;
+    tenant.cached_bytes += run.cached_bytes;
     tenant.mempool_bytes += run.mempool_bytes;
     tenant.remote_bytes += run.remote_bytes;
     count(tenant, run);
@@ -75,6 +77,9 @@ mod tests {
             name: "x".into(),
             tenant: 7,
             limit_bytes: 1,
+            limit_max_bytes: Some(19),
+            borrowed_bytes: 20,
+            cached_bytes: 21,
             replicas: 1,
             degraded_slabs: 0,
             copied_slabs: 0,

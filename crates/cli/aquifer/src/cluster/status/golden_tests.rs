@@ -22,6 +22,10 @@ fn golden_status() {
     let asked = AgentStatus {
         host: 1,
         mempool_bytes: 2,
+        cached_bytes: 5,
+        borrowed_bytes: 6,
+        available_bytes: 7,
+        keep_free_bytes: 8,
         mempool_used_bytes: 3,
         nodes: Vec::new(),
         missing_nodes: Vec::new(),

@@ -14,7 +14,8 @@ use super::{DaemonStatus, HeapsStatus, NodeStatus, Status};
 const SHOWN_SHARED_BYTES_MIN: u64 = 1 << 20;
 /// Explanations of the words about runs.
 const LEGEND: &str = "
-resident: in the program, of its limit; mempool: evicted, and still on this host;
+resident: in the program, of its limit; borrowed: idle memory of this host, beyond the limit;
+mempool: evicted, and still on this host; cached: the same, in memory of this host that is idle;
 on memory nodes: allocated there, all replicas; faults: accesses for which a page was brought in
 ";
 
@@ -165,7 +166,14 @@ fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> st
         }
     }
     if let (true, Some(agent)) = (daemon.name == Daemon::Agent.to_string(), &status.agent) {
-        write!(text, " mempool {} of {}", ByteSize(agent.mempool_used_bytes), ByteSize(agent.mempool_bytes))?;
+        write!(
+            text,
+            " mempool {} of {}, {} cached, {} borrowed",
+            ByteSize(agent.mempool_used_bytes),
+            ByteSize(agent.mempool_bytes),
+            ByteSize(agent.cached_bytes),
+            ByteSize(agent.borrowed_bytes),
+        )?;
     }
     let is_of_cluster = status.daemons.iter().any(|daemon| daemon.is_of_up);
     if is_of_cluster && !daemon.is_of_up {
@@ -200,17 +208,29 @@ fn write_swapped(text: &mut String, run: &RunStatistics, device_bytes: u64) -> s
     })
 }
 
+/// The resident memory of a run, with what is guaranteed to it.
+fn resident(run: &RunStatistics) -> String {
+    let [resident, limit, borrowed] =
+        [run.resident_bytes, run.limit_bytes, run.borrowed_bytes].map(ByteSize);
+    match run.limit_max_bytes {
+        None => format!("{resident} of {limit} resident"),
+        Some(_) => format!("{resident} resident ({limit} guaranteed, {borrowed} borrowed)"),
+    }
+}
+
 fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
     for tenant in &agent.tenants {
         writeln!(
             text,
-            "  user {}: runs: {}, processes: {}, {} resident, {} in the mempool, {} on memory nodes, {} \
-                faults",
+            "  user {}: runs: {}, processes: {}, {} resident ({} borrowed), {} in the mempool, {} cached, \
+                {} on memory nodes, {} faults",
             name_of(tenant.tenant),
             tenant.runs,
             tenant.processes,
             ByteSize(tenant.resident_bytes),
+            ByteSize(tenant.borrowed_bytes),
             ByteSize(tenant.mempool_bytes),
+            ByteSize(tenant.cached_bytes),
             ByteSize(tenant.remote_bytes),
             tenant.faults,
         )?;
@@ -242,13 +262,12 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
         }
         writeln!(
             text,
-            "  run {} of {}: {} of {} resident, {} in the mempool, {} on memory nodes, {} faults, \
-                processes: {}",
+            "  run {} of {}: {}, {} in the mempool, {} cached, {} on memory nodes, {} faults, processes: {}",
             run.name,
             name_of(run.tenant),
-            ByteSize(run.resident_bytes),
-            ByteSize(run.limit_bytes),
+            resident(run),
             ByteSize(run.mempool_bytes),
+            ByteSize(run.cached_bytes),
             ByteSize(run.remote_bytes),
             run.faults,
             run.processes,

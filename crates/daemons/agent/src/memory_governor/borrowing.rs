@@ -1,0 +1,186 @@
+//! How much idle memory each elastic run may have. Pure functions of what was observed.
+//!
+//! All runs together may have half of the idle memory. So when a program takes memory, the runs
+//! must give back half as much as it takes, and what they have not given back yet is covered by the
+//! other half: available memory, and the page cache, which returns its memory at once.
+
+use std::collections::BTreeMap;
+use std::collections::VecDeque;
+
+/// Part of the idle memory that elastic runs may have: 1/`LENT_DIVISOR`.
+const LENT_DIVISOR: u64 = 2;
+/// Bytes that a run may get beyond half more than it has, so that it need not wait for the next
+/// look.
+const HEADROOM_BYTES: u64 = 256 << 20;
+/// Number of looks over which the least idle memory counts: runs give memory back at once and get
+/// more after a second.
+const LOOKS: usize = 10;
+
+/// How active a run is. Idle runs give memory back first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Activity {
+    Idle,
+    Low,
+    High,
+}
+
+/// An elastic run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Borrower {
+    /// The user, with whom the others share.
+    pub owner: u32,
+    /// Most bytes that the run may have beyond its limit.
+    pub range: u64,
+    /// Bytes that it has beyond its limit.
+    pub borrowed: u64,
+    pub activity: Activity,
+}
+
+impl Borrower {
+    /// Bytes that the run can use soon.
+    fn wanted(&self) -> u64 {
+        self.range.min((self.borrowed + self.borrowed / 2).saturating_add(HEADROOM_BYTES))
+    }
+}
+
+/// The idle memory of the last looks.
+#[derive(Debug, Default)]
+pub(super) struct IdleMemory {
+    looks: VecDeque<u64>,
+}
+
+impl IdleMemory {
+    /// Records that `idle` bytes are idle, those included that runs have borrowed. Returns how many
+    /// bytes all runs may have, `keep_free` bytes of the idle memory excepted.
+    pub fn lendable(&mut self, idle: u64, keep_free: u64) -> u64 {
+        if self.looks.len() == LOOKS {
+            self.looks.pop_front();
+        }
+        self.looks.push_back(idle);
+        let least = self.looks.iter().min().copied().unwrap_or(0);
+        least.saturating_sub(keep_free) / LENT_DIVISOR
+    }
+}
+
+/// Divides `lendable` bytes among the borrowers: first what they can use soon, the most active
+/// first, then the rest. Users share equally, and so do the runs of a user.
+pub(super) fn allowances(borrowers: &[Borrower], lendable: u64) -> Vec<u64> {
+    let mut allowed = vec![0; borrowers.len()];
+    let mut left = lendable;
+    let passes: [fn(&Borrower) -> u64; 2] = [Borrower::wanted, |borrower| borrower.range];
+    for wanted in passes {
+        for activity in [Activity::High, Activity::Low, Activity::Idle] {
+            let group: Vec<usize> =
+                (0..borrowers.len()).filter(|at| borrowers[*at].activity == activity).collect();
+            let wants: Vec<_> = group
+                .iter()
+                .map(|at| (borrowers[*at].owner, wanted(&borrowers[*at]).saturating_sub(allowed[*at])))
+                .collect();
+            for (at, given) in group.iter().zip(share_among_users(&wants, left)) {
+                allowed[*at] += given;
+                left -= given;
+            }
+        }
+    }
+    allowed
+}
+
+/// Divides `total` among wants of users: users share equally, and so do the wants of a user.
+fn share_among_users(wants: &[(u32, u64)], total: u64) -> Vec<u64> {
+    let mut users = BTreeMap::<u32, Vec<usize>>::new();
+    for (at, (user, _)) in wants.iter().enumerate() {
+        users.entry(*user).or_default().push(at);
+    }
+    let of_user = |list: &Vec<usize>| list.iter().fold(0u64, |sum, at| sum.saturating_add(wants[*at].1));
+    let given = share(&users.values().map(of_user).collect::<Vec<_>>(), total);
+    let mut shares = vec![0; wants.len()];
+    for (list, given) in users.values().zip(given) {
+        let of_list = list.iter().map(|at| wants[*at].1).collect::<Vec<_>>();
+        for (at, part) in list.iter().zip(share(&of_list, given)) {
+            shares[*at] = part;
+        }
+    }
+    shares
+}
+
+/// Divides `total` among wants: equally, but none gets more than it wants.
+fn share(wants: &[u64], total: u64) -> Vec<u64> {
+    let mut order: Vec<usize> = (0..wants.len()).collect();
+    order.sort_by_key(|at| wants[*at]);
+    let mut left = total;
+    let mut shares = vec![0; wants.len()];
+    for (done, at) in order.iter().enumerate() {
+        let equal = left / (wants.len() - done) as u64;
+        shares[*at] = wants[*at].min(equal);
+        left -= shares[*at];
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn borrower(owner: u32, range: u64, borrowed: u64, activity: Activity) -> Borrower {
+        Borrower { owner, range: range * MIB, borrowed: borrowed * MIB, activity }
+    }
+
+    #[test]
+    fn runs_get_what_they_ask_for_while_there_is_enough() {
+        let runs = [borrower(1, 500, 0, Activity::High), borrower(2, 3000, 2000, Activity::Idle)];
+        assert_eq!(allowances(&runs, 4000 * MIB), [500 * MIB, 3000 * MIB]);
+        assert_eq!(allowances(&runs, 3400 * MIB), [400 * MIB, 3000 * MIB], "what they can use soon is first");
+    }
+
+    #[test]
+    fn the_least_active_give_back_first() {
+        let runs = [
+            borrower(1, 1000, 1000, Activity::Low),
+            borrower(1, 1000, 1000, Activity::Idle),
+            borrower(1, 1000, 1000, Activity::High),
+        ];
+        assert_eq!(allowances(&runs, 2500 * MIB), [1000 * MIB, 500 * MIB, 1000 * MIB]);
+        assert_eq!(allowances(&runs, 1200 * MIB), [200 * MIB, 0, 1000 * MIB]);
+    }
+
+    #[test]
+    fn users_share_equally_however_many_runs_they_have() {
+        let mut runs = vec![borrower(1, 1000, 1000, Activity::High)];
+        runs.extend([borrower(2, 1000, 1000, Activity::High); 3]);
+        assert_eq!(allowances(&runs, 1200 * MIB), [600 * MIB, 200 * MIB, 200 * MIB, 200 * MIB]);
+    }
+
+    #[test]
+    fn memory_is_given_back_at_once_and_lent_after_a_second() {
+        let mut idle = IdleMemory::default();
+        assert_eq!(idle.lendable(1000, 100), 450);
+        assert_eq!(idle.lendable(500, 100), 200);
+        for _ in 1..LOOKS {
+            assert_eq!(idle.lendable(1000, 100), 200);
+        }
+        assert_eq!(idle.lendable(1000, 100), 450);
+        assert_eq!(idle.lendable(50, 100), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn no_more_is_lent_than_there_is_and_nobody_gets_more_than_wanted(
+            runs in prop::collection::vec((0u32..3, 0u64..5000, 0u64..5000, 0u8..3), 0..12),
+            lendable in 0u64..20_000,
+        ) {
+            let activities = [Activity::Idle, Activity::Low, Activity::High];
+            let runs: Vec<_> = runs
+                .into_iter()
+                .map(|(owner, range, had, activity)| borrower(owner, range, had, activities[activity as usize]))
+                .collect();
+            let allowed = allowances(&runs, lendable * MIB);
+            prop_assert!(allowed.iter().zip(&runs).all(|(allowed, run)| *allowed <= run.range));
+            let (sum, all): (u64, u64) = (allowed.iter().sum(), runs.iter().map(|run| run.range).sum());
+            prop_assert!(sum <= lendable * MIB && (sum == all || lendable * MIB - sum < 12), "{sum} of {all}");
+        }
+    }
+}

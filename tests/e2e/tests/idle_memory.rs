@@ -1,0 +1,167 @@
+//! The idle memory of a host: the page cache and elastic runs have it until others need it. A
+//! program checks every byte of its memory meanwhile.
+//!
+//! The agent reads how much memory is available from a file of the test.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::restart_agent;
+use aquifer_tests_e2e::run::{Running, status};
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+/// Bytes of the checker's memory, in MiB.
+const WHOLE_MIB: u64 = 96;
+/// Available memory of an idle host, in MiB.
+const IDLE_MIB: u64 = 16 << 10;
+
+/// A file in place of `/proc/meminfo`.
+struct Meminfo(TempDir);
+
+impl Meminfo {
+    fn new(available_mib: u64) -> Self {
+        let meminfo = Self(tempfile::tempdir().expect("a folder"));
+        meminfo.set(available_mib);
+        meminfo
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path().join("meminfo")
+    }
+
+    /// Sets how much memory is available.
+    fn set(&self, available_mib: u64) {
+        let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", IDLE_MIB << 10, available_mib << 10);
+        let new = self.0.path().join("new");
+        std::fs::write(&new, text).expect("our own folder");
+        std::fs::rename(new, self.path()).expect("our own folder");
+    }
+
+    /// Starts a cluster on a host with this memory.
+    fn up(&self) -> Cluster {
+        let path = self.path();
+        Cluster::up_in(&[("AQUIFER_MEMINFO", path.to_str().expect("a plain path"))], 2, "256M", &[])
+    }
+}
+
+/// Starts a checker of [`WHOLE_MIB`] with options of `aquifer run`.
+fn start(cluster: &mut Cluster, options: &[&str]) -> Running {
+    let checker = build::programs().join("checker");
+    let bytes = format!("{WHOLE_MIB}M");
+    let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", &bytes, "--rounds", "1000000"];
+    cluster.set_run_options(options);
+    Running::start(&mut cluster.run_command("24M", &program), false, Box::new(|| 0))
+}
+
+fn figure(of: &Value, name: &str) -> u64 {
+    of[name].as_u64().unwrap_or_else(|| panic!("there is no {name}: {of:#}"))
+}
+
+/// Waits until the status of the agent and its only run fit.
+fn await_status(cluster: &Cluster, what: &str, mut fits: impl FnMut(&Value, &Value) -> bool) {
+    eventually(what, || {
+        let status = status(cluster.agent_socket())?;
+        status["runs"].as_array()?.first().filter(|run| fits(&status, run)).map(drop)
+    });
+}
+
+/// Waits until pages of the run were filled again.
+fn await_faults(cluster: &Cluster, counter: &str) {
+    let mut first = None;
+    await_status(cluster, &format!("{counter} to grow"), |_, run| {
+        let now = figure(run, counter);
+        now > *first.get_or_insert(now) + 100
+    });
+}
+
+/// Ends the checker, which must not have seen wrong memory.
+fn end(cluster: &Cluster, run: Running) {
+    let program = eventually("the program", || processes::descendants(run.pid()).first().copied());
+    processes::kill(program);
+    let outcome = run.wait();
+    assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn an_elastic_run_has_idle_memory_until_others_need_it() {
+    let meminfo = Meminfo::new(IDLE_MIB);
+    let mut cluster = meminfo.up();
+    let run = start(&mut cluster, &["--local-max", "auto"]);
+    let is_whole = |agent: &Value, run: &Value| {
+        figure(run, "borrowed_bytes") >= 64 * MIB
+            && figure(run, "resident_bytes") >= 90 * MIB
+            && figure(agent, "borrowed_bytes") == figure(run, "borrowed_bytes")
+    };
+    let is_small = |_: &Value, run: &Value| figure(run, "resident_bytes") <= 32 * MIB;
+    await_status(&cluster, "the run to be whole", is_whole);
+    meminfo.set(0);
+    await_status(&cluster, "it to give idle memory back", is_small);
+    await_faults(&cluster, "faults");
+    meminfo.set(IDLE_MIB);
+    await_status(&cluster, "the run to be whole again", is_whole);
+    restart_agent(&cluster);
+    await_status(&cluster, "the run to be whole after a restart of the agent", is_whole);
+    meminfo.set(0);
+    await_status(&cluster, "it to give idle memory back after a restart", is_small);
+    end(&cluster, run);
+}
+
+#[test]
+fn an_elastic_run_has_no_more_than_its_largest_limit() {
+    let meminfo = Meminfo::new(IDLE_MIB);
+    let mut cluster = meminfo.up();
+    let run = start(&mut cluster, &["--local-max", "48M"]);
+    await_faults(&cluster, "evictions");
+    await_status(&cluster, "the run to borrow", |_, run| {
+        let resident = figure(run, "resident_bytes");
+        assert!(resident <= 80 * MIB, "{run:#}");
+        figure(run, "limit_max_bytes") == 48 * MIB && resident > 40 * MIB
+    });
+    let limit = |arguments: &[&str]| {
+        let pid = run.pid().to_string();
+        let output = cluster.command().args(["limit", &pid]).args(arguments).output().expect("it can be started");
+        assert!(output.status.success(), "aquifer limit failed: {}", text(&output.stderr));
+    };
+    limit(&["24M", "--max", "auto"]);
+    await_status(&cluster, "the run to be whole", |_, run| figure(run, "resident_bytes") >= 90 * MIB);
+    limit(&["32M", "--max", "32M"]);
+    await_status(&cluster, "the run to be held at its limit", |_, run| {
+        run["limit_max_bytes"].is_null() && figure(run, "resident_bytes") <= 36 * MIB
+    });
+    end(&cluster, run);
+}
+
+#[test]
+fn the_page_cache_returns_its_memory() {
+    let meminfo = Meminfo::new(IDLE_MIB);
+    let mut cluster = meminfo.up();
+    let run = start(&mut cluster, &[]);
+    await_status(&cluster, "pages to be cached", |agent, run| {
+        figure(run, "cached_bytes") > 32 * MIB && figure(agent, "cached_bytes") >= figure(run, "cached_bytes")
+    });
+    await_faults(&cluster, "cache_hits");
+    meminfo.set(0);
+    await_status(&cluster, "the cache to be empty", |agent, _| figure(agent, "cached_bytes") == 0);
+    await_faults(&cluster, "remote_reads");
+    let bytes = mempool_memory(&cluster);
+    assert!(bytes < 8 * MIB, "the mempool has {bytes} bytes of memory");
+    meminfo.set(IDLE_MIB);
+    await_faults(&cluster, "cache_hits");
+    end(&cluster, run);
+}
+
+/// Bytes of memory that the agent's mempool has.
+fn mempool_memory(cluster: &Cluster) -> u64 {
+    let folder = format!("/proc/{}/fd", cluster.daemon("agent", None));
+    let entries = std::fs::read_dir(folder).expect("our own process").map_while(Result::ok);
+    let mut mempools = entries.filter(|entry| {
+        std::fs::read_link(entry.path()).is_ok_and(|file| file.to_string_lossy().contains("aquifer-mempool"))
+    });
+    let mempool = mempools.next().expect("the agent has a mempool");
+    std::fs::metadata(mempool.path()).expect("our own process").blocks() * 512
+}
