@@ -1,7 +1,10 @@
 //! The interface of the monitor to everything besides the kernel: the sender, memory nodes, the
 //! other programs of the run, and a clock.
 
-use aquifer_pager::{BlockId, FetchError, Location, SlabSet, StageOutcome, TableError, Volume, WrittenBatch};
+use aquifer_pager::{
+    BLOCK_PAGES, BlockId, FetchError, Location, SlabSet, StageOutcome, TableError, Volume, WrittenBatch,
+};
+use smallvec::SmallVec;
 
 use crate::areas::Areas;
 use crate::kernel::Kernel;
@@ -14,9 +17,9 @@ pub struct EvictedBatch {
     /// Number of the staging buffer.
     pub buffer: usize,
     /// Position in the buffer of each page of the batch.
-    pub positions: Vec<u8>,
+    pub positions: SmallVec<[u8; BLOCK_PAGES]>,
     /// Clean copy of each page, if it has one; empty if no page has.
-    pub clean_copies: Vec<Option<Location>>,
+    pub clean_copies: SmallVec<[Option<Location>; BLOCK_PAGES]>,
 }
 
 /// A completion by the sender.

@@ -1,6 +1,7 @@
 //! Eviction: moves pages out of the program while it is close to its limit.
 
-use aquifer_pager::{BLOCK_PAGES, Batch, BlockId, Mutation};
+use aquifer_pager::{BLOCK_PAGES, BlockId, Mutation, PageNumber};
+use smallvec::SmallVec;
 
 use super::Monitor;
 use crate::edge::{Edge, EvictedBatch, OtherPrograms};
@@ -181,9 +182,9 @@ impl<E: Edge> Monitor<E> {
 
     /// Records the outcomes of the worker, and submits the pages that were moved.
     fn record_batch(&mut self, block: BlockId, buffer: usize) -> bool {
-        let mut positions = Vec::with_capacity(BLOCK_PAGES);
+        let mut positions = SmallVec::new();
         let victims = std::mem::take(&mut self.victims);
-        let mut moved = Batch::with_capacity(BLOCK_PAGES);
+        let mut moved = SmallVec::<[PageNumber; BLOCK_PAGES]>::new();
         for (position, (page, outcome)) in victims.iter().zip(&self.move_outcomes).enumerate() {
             match outcome {
                 MoveOutcome::Moved => {

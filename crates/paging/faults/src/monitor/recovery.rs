@@ -7,7 +7,10 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_pager::{Batch, BlockId, Budget, Mutation, PageNumber, PageState, RecoveredVolume, Volume};
+use aquifer_pager::{
+    BLOCK_PAGES, Batch, BlockId, Budget, Mutation, PageNumber, PageState, RecoveredVolume, Volume,
+};
+use smallvec::SmallVec;
 
 use super::Monitor;
 use crate::areas::{Area, Areas};
@@ -39,7 +42,7 @@ pub(super) struct UnplacedBatch {
     buffer: usize,
     pages: Batch,
     /// Position of each page in the buffer.
-    positions: Vec<u8>,
+    positions: SmallVec<[u8; BLOCK_PAGES]>,
 }
 
 impl UnplacedBatch {
@@ -115,7 +118,7 @@ impl<E: Edge> Monitor<E> {
     ) {
         for ((buffer, batch), partly_staged) in batches.iter().enumerate().zip(partly_staged) {
             let mut pages = Batch::new();
-            let mut positions = Vec::new();
+            let mut positions = SmallVec::new();
             for (position, (page, outcome)) in batch.iter().enumerate() {
                 if *outcome != MoveOutcome::Moved || Mutation::ForgetLeaving.is_active() {
                     continue;
@@ -148,7 +151,7 @@ impl<E: Edge> Monitor<E> {
 
     fn place_batch(&mut self, block: BlockId, UnplacedBatch { buffer, pages, positions }: UnplacedBatch) {
         self.volume.left(block, &pages);
-        self.edge.submit_batch(EvictedBatch { block, buffer, positions, clean_copies: Vec::new() });
+        self.edge.submit_batch(EvictedBatch { block, buffer, positions, clean_copies: SmallVec::new() });
     }
 
     /// Allocates blocks for the unplaced batches. Returns whether all have one.
