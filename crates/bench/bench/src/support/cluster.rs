@@ -24,6 +24,11 @@ pub fn nodes() -> usize {
     (processors - 1).clamp(1, NODES_MAX)
 }
 
+/// Options of all clusters: without a page cache, so that pages are where the measurement expects
+/// them.
+const COMMON: [&str; 2] = ["--no-restart", WITHOUT_CACHE];
+/// Option that switches the page cache of the host off.
+const WITHOUT_CACHE: &str = "--cache-per-user=0";
 /// Grace time of nodes with kept memory: longer than any measurement.
 const KEPT_TIME: &str = "10m";
 
@@ -43,13 +48,34 @@ impl Cluster {
     /// # Errors
     /// If `aquifer up` fails, or the state folder cannot be created.
     pub fn up(memory_bytes: u64, fabric: Fabric, shared_socket: Option<&Path>) -> Result<Self, BenchError> {
+        Self::start(memory_bytes, fabric, shared_socket, &COMMON)
+    }
+
+    /// Starts a cluster like [`Self::up`], with a page cache on the host.
+    ///
+    /// # Errors
+    /// Those of [`Self::up`].
+    pub fn up_with_cache(
+        memory_bytes: u64,
+        fabric: Fabric,
+        shared_socket: Option<&Path>,
+    ) -> Result<Self, BenchError> {
+        Self::start(memory_bytes, fabric, shared_socket, &["--no-restart"])
+    }
+
+    fn start(
+        memory_bytes: u64,
+        fabric: Fabric,
+        shared_socket: Option<&Path>,
+        options: &[&str],
+    ) -> Result<Self, BenchError> {
         stop_abandoned();
         let state = folder::create(PREFIX)?;
         let mut cluster = Self { state, daemons: Vec::new() };
         let memory = format!("{}M", memory_bytes.div_ceil(nodes() as u64).div_ceil(1 << 20));
         let nodes = nodes().to_string();
-        let args = ["--no-restart", "--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()];
-        let mut args: Vec<&OsStr> = args.map(OsStr::new).to_vec();
+        let args = ["--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()];
+        let mut args: Vec<&OsStr> = options.iter().chain(&args).map(OsStr::new).collect();
         if let Some(socket) = shared_socket {
             args.extend([OsStr::new("--shared-socket"), socket.as_os_str()]);
         }
@@ -66,8 +92,8 @@ impl Cluster {
         stop_abandoned();
         let mut cluster = Self { state: folder::create(PREFIX)?, daemons: Vec::new() };
         let (memory, heap) = ((memory_bytes + heap_bytes).to_string(), heap_bytes.to_string());
-        let args = ["--no-restart", "--nodes", "1", "--memory", &memory, "--heap-memory", &heap];
-        cluster.control("up", &args.map(OsStr::new))?;
+        let args = ["--nodes", "1", "--memory", &memory, "--heap-memory", &heap];
+        cluster.control("up", &COMMON.iter().chain(&args).map(OsStr::new).collect::<Vec<_>>())?;
         cluster.daemons = procs::with_argument(cluster.state());
         Ok(cluster)
     }
@@ -81,9 +107,10 @@ impl Cluster {
         stop_abandoned();
         let mut cluster = Self { state: folder::create(PREFIX)?, daemons: Vec::new() };
         let (nodes, memory) = (nodes.to_string(), memory_bytes.to_string());
-        let args = ["--no-restart", "--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()];
-        let grace = ["--keep-memory", "--grace", KEPT_TIME].map(OsStr::new);
-        cluster.control("up", &[args.map(OsStr::new).as_slice(), &grace].concat())?;
+        let args = ["--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()];
+        let grace = ["--keep-memory", "--grace", KEPT_TIME];
+        let args = COMMON.iter().chain(&args).chain(&grace);
+        cluster.control("up", &args.map(OsStr::new).collect::<Vec<_>>())?;
         cluster.daemons = procs::with_argument(cluster.state());
         Ok(cluster)
     }
@@ -108,9 +135,23 @@ impl Cluster {
         stats: &Path,
         program: impl AsRef<OsStr>,
     ) -> Result<Command, BenchError> {
+        self.pooled_command_with(&[], limit_bytes, stats, program)
+    }
+
+    /// As [`Self::pooled_command`], with further options of `aquifer run`.
+    ///
+    /// # Errors
+    /// Those of [`Self::pooled_command`].
+    pub fn pooled_command_with(
+        &self,
+        options: &[&str],
+        limit_bytes: u64,
+        stats: &Path,
+        program: impl AsRef<OsStr>,
+    ) -> Result<Command, BenchError> {
         let mut command = aquifer(self.state())?;
-        command.args(["run", "--local", &limit_bytes.to_string(), "--stats"]).arg(stats).arg("--");
-        command.arg(program);
+        command.args(["run", "--local", &limit_bytes.to_string()]).args(options);
+        command.arg("--stats").arg(stats).arg("--").arg(program);
         Ok(command)
     }
 

@@ -35,6 +35,10 @@ pub enum AppBackend {
     PoolShm,
     /// On memory nodes over TCP.
     PoolTcp,
+    /// On memory nodes over TCP, with a page cache in the host's idle memory.
+    PoolTcpCached,
+    /// As [`Self::PoolTcpCached`]; the limit holds only while the host has no idle memory.
+    PoolElastic,
     /// In a swap file, with the kernel's usual read-ahead.
     SwapFile,
     /// In a zram, with the kernel's usual read-ahead.
@@ -43,7 +47,8 @@ pub enum AppBackend {
 
 impl AppBackend {
     /// All backends with a limit, in the order of a round. The peers need root.
-    pub const LIMITED: [Self; 4] = [Self::PoolShm, Self::PoolTcp, Self::SwapFile, Self::Zram];
+    pub const LIMITED: [Self; 6] =
+        [Self::PoolShm, Self::PoolTcp, Self::PoolTcpCached, Self::PoolElastic, Self::SwapFile, Self::Zram];
 
     /// Name in the report.
     pub fn name(self) -> &'static str {
@@ -51,18 +56,31 @@ impl AppBackend {
             Self::Plain => "plain, all resident",
             Self::PoolShm => "pool over shm",
             Self::PoolTcp => "pool over tcp",
+            Self::PoolTcpCached => "tcp, page cache",
+            Self::PoolElastic => "tcp, elastic",
             Self::SwapFile => "swap file",
             Self::Zram => "zram",
         }
     }
 
-    /// Fabric to the nodes, if the backend is the pool.
-    pub fn fabric(self) -> Option<Fabric> {
+    /// The cluster, if the backend is the pool.
+    fn cluster(self) -> Option<ClusterKind> {
         match self {
-            Self::PoolShm => Some(Fabric::Shm),
-            Self::PoolTcp => Some(Fabric::Tcp),
+            Self::PoolShm => Some(ClusterKind::Shm),
+            Self::PoolTcp => Some(ClusterKind::Tcp),
+            Self::PoolTcpCached | Self::PoolElastic => Some(ClusterKind::TcpCached),
             _ => None,
         }
+    }
+
+    /// Whether the backend is the pool, and the program is always held at its limit.
+    pub fn is_limited_pool(self) -> bool {
+        matches!(self, Self::PoolShm | Self::PoolTcp | Self::PoolTcpCached)
+    }
+
+    /// Further options of `aquifer run`.
+    fn run_options(self) -> &'static [&'static str] {
+        if self == Self::PoolElastic { &["--local-max", "auto"] } else { &[] }
     }
 
     fn setup(self, limit_bytes: u64, swap_bytes: u64) -> Result<PeerSetup, SetupError> {
@@ -80,6 +98,36 @@ impl AppBackend {
         match self {
             Self::SwapFile | Self::Zram => self.setup(4 << 20, 4 << 20)?.close(),
             _ => Ok(()),
+        }
+    }
+}
+
+/// A cluster of the bench.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum ClusterKind {
+    Shm,
+    Tcp,
+    /// Over TCP, with a page cache on the host.
+    TcpCached,
+}
+
+impl ClusterKind {
+    const ALL: [Self; 3] = [Self::Shm, Self::Tcp, Self::TcpCached];
+
+    /// Name of the shared socket.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::TcpCached => "tcp-cached",
+        }
+    }
+
+    fn start(self, memory_bytes: u64, socket: Option<&Path>) -> Result<Cluster, BenchError> {
+        match self {
+            Self::Shm => Cluster::up(memory_bytes, Fabric::Shm, socket),
+            Self::Tcp => Cluster::up(memory_bytes, Fabric::Tcp, socket),
+            Self::TcpCached => Cluster::up_with_cache(memory_bytes, Fabric::Tcp, socket),
         }
     }
 }
@@ -107,7 +155,7 @@ pub struct Stage {
     pub folder: TempDir,
     /// The user of servers that refuse root.
     pub user: UnprivilegedUser,
-    clusters: Vec<(Fabric, Cluster)>,
+    clusters: Vec<(ClusterKind, Cluster)>,
     /// The program's limit beside a zram's store, by program and percentage; `None` if the store
     /// leaves too little.
     beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
@@ -126,14 +174,14 @@ impl Stage {
         Ok(Self { folder, user, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
     }
 
-    /// Starts a cluster over each fabric.
+    /// Starts all clusters.
     ///
     /// # Errors
     /// If a cluster does not start.
     pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
-        for fabric in [Fabric::Shm, Fabric::Tcp] {
-            let socket = self.user.socket(fabric.name());
-            self.clusters.push((fabric, Cluster::up(memory_bytes, fabric, socket.as_deref())?));
+        for kind in ClusterKind::ALL {
+            let socket = self.user.socket(kind.name());
+            self.clusters.push((kind, kind.start(memory_bytes, socket.as_deref())?));
         }
         Ok(())
     }
@@ -161,9 +209,9 @@ impl Stage {
     ) -> Result<Option<(Sample, Played)>, BenchError> {
         match backend {
             AppBackend::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
-            AppBackend::PoolShm | AppBackend::PoolTcp => self.pool(app, backend, fit).map(Some),
             AppBackend::SwapFile => self.swap_until_done(app, backend, fit, fit.limit_bytes()),
             AppBackend::Zram => self.zram(app, fit),
+            _ => self.pool(app, backend, fit).map(Some),
         }
     }
 
@@ -205,7 +253,7 @@ impl Stage {
         let (_, cluster) = self
             .clusters
             .iter()
-            .find(|(fabric, _)| backend.fabric() == Some(*fabric))
+            .find(|(kind, _)| backend.cluster() == Some(*kind))
             .expect("clusters are brought up before any run on the pool");
         let (command, stats) = self.pooled_command(app, backend, cluster, fit.limit_bytes())?;
         let before_us = cluster.cpu_us();
@@ -227,13 +275,17 @@ impl Stage {
         cluster: &Cluster,
         limit_bytes: u64,
     ) -> Result<(Command, PathBuf), BenchError> {
-        let socket = backend.fabric().and_then(|fabric| self.user.socket(fabric.name()));
+        let socket = backend.cluster().and_then(|kind| self.user.socket(kind.name()));
+        let options = backend.run_options();
         if let Some(socket) = socket.filter(|_| app.refuses_root()) {
             let stats = self.user.home().join("stats.json");
-            return Ok((self.user.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
+            return Ok((
+                self.user.pooled_command(&socket, options, limit_bytes, &stats, app.program()),
+                stats,
+            ));
         }
         let stats = self.folder.path().join("stats.json");
-        Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
+        Ok((cluster.pooled_command_with(options, limit_bytes, &stats, app.program())?, stats))
     }
 
     /// Runs a program on kernel swap. Repeats the run if the kernel found no page to swap out, and

@@ -95,7 +95,7 @@ impl View<'_> {
 
     fn pools(&self, backends: &[AppBackend]) -> impl Iterator<Item = AppBackend> + Clone {
         let is_judged = self.percent == JUDGED_PERCENT;
-        backends.iter().copied().filter(move |backend| backend.fabric().is_some() && is_judged)
+        backends.iter().copied().filter(move |backend| backend.is_limited_pool() && is_judged)
     }
 
     fn targets(&self, backends: &[AppBackend]) -> Vec<Target> {
@@ -113,7 +113,25 @@ impl View<'_> {
             .clone()
             .filter_map(target)
             .chain(pools.filter_map(|backend| self.limit_holds(backend)))
+            .chain(self.idle_memory(backends))
             .collect()
+    }
+
+    /// Targets of the host's idle memory: what it has not yet cost.
+    fn idle_memory(&self, backends: &[AppBackend]) -> Vec<Target> {
+        let pairs =
+            [(AppBackend::PoolTcpCached, AppBackend::PoolShm), (AppBackend::PoolElastic, AppBackend::Plain)];
+        let measured = pairs.iter().filter(|_| self.percent == JUDGED_PERCENT);
+        let target = |(backend, peer): &(AppBackend, AppBackend)| {
+            let (name, of) = (backend.name(), peer.name());
+            Some(Target {
+                name: format!("{}, {} % fit: {name}'s s ÷ {of}'s", self.name, self.percent),
+                value: self.ahead_of(*backend, *peer)?,
+                bound: 1.1,
+                at_most: true,
+            })
+        };
+        measured.filter(|(backend, _)| backends.contains(backend)).filter_map(target).collect()
     }
 
     /// Notes about pools without a comparison, because the kernel killed the peer in each round.

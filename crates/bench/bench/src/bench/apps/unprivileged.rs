@@ -95,13 +95,22 @@ impl UnprivilegedUser {
     }
 
     /// A command that runs a program as the user with `aquifer run`, on the agent at `socket`.
-    pub fn pooled_command(&self, socket: &Path, limit_bytes: u64, stats: &Path, program: &Path) -> Command {
+    /// `options`: further options of `aquifer run`.
+    pub fn pooled_command(
+        &self,
+        socket: &Path,
+        options: &[&str],
+        limit_bytes: u64,
+        stats: &Path,
+        program: &Path,
+    ) -> Command {
         let words = self.prefix();
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).arg(self.aquifer()).env("AQUIFER_AGENT", socket);
         // Root's folders are closed to the user.
         command.env("HOME", self.home()).env_remove("XDG_RUNTIME_DIR").env_remove("AQUIFER_STATE");
-        command.args(["run", "--local", &limit_bytes.to_string(), "--stats"]).arg(stats).arg("--");
+        command.args(["run", "--local", &limit_bytes.to_string()]).args(options);
+        command.arg("--stats").arg(stats).arg("--");
         command.arg(program).current_dir(self.home());
         command
     }
