@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::{
-    AgentStatus, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
+    AgentStatus, FaultWaitUs, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
     TenantStatistics, UnpagedProcess, UserStatistics,
 };
 
@@ -71,6 +71,11 @@ fn run() -> RunStatistics {
         remote_bytes: 25,
         remote_peak_bytes: 26,
         fault_latency_us: LatencyUs { p50: 1.5, p99: 2.5, p999: 3.5 },
+        fault_wait_us: FaultWaitUs {
+            host: LatencyUs { p50: 4.5, p99: 5.5, p999: 6.5 },
+            node: LatencyUs { p50: 7.5, p99: 8.5, p999: 9.5 },
+            room: LatencyUs { p50: 10.5, p99: 11.5, p999: 12.5 },
+        },
     }
 }
 

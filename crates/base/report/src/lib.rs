@@ -19,6 +19,17 @@ pub struct LatencyUs {
     pub p999: f64,
 }
 
+/// Latency of the faults that have waited for something, in microseconds.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct FaultWaitUs {
+    /// For a page in the mempool or in the page cache of the host.
+    pub host: LatencyUs,
+    /// For a memory node.
+    pub node: LatencyUs,
+    /// For room below the limit, or for the page's own eviction.
+    pub room: LatencyUs,
+}
+
 /// Statistics of a process of a run.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct ProgramStatistics {
@@ -139,6 +150,9 @@ pub struct RunStatistics {
     pub remote_peak_bytes: u64,
     /// Latency of faults.
     pub fault_latency_us: LatencyUs,
+    /// Latency of faults by what they have waited for.
+    #[serde(default)]
+    pub fault_wait_us: FaultWaitUs,
 }
 
 /// Statistics of a tenant, which is a user with runs.

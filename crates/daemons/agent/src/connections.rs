@@ -29,8 +29,8 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{Mode, OFlags};
 
 use crate::heap_tickets::HeapTickets;
-use crate::node_watch::NodeWatch;
 use crate::memory_governor::MemoryGovernor;
+use crate::node_watch::NodeWatch;
 use crate::report::status;
 use crate::swap_servers::SwapServers;
 

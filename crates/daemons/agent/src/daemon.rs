@@ -379,9 +379,17 @@ impl Agent {
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
         let memory = LentMemory { governor, limit_max_bytes: options.limit_max_bytes };
-        let connections =
-            Connections::new(&service, &sessions, &nodes, swap_servers, access, heap_tickets, segments, memory)
-                .map_err(AgentError::Threads)?;
+        let connections = Connections::new(
+            &service,
+            &sessions,
+            &nodes,
+            swap_servers,
+            access,
+            heap_tickets,
+            segments,
+            memory,
+        )
+        .map_err(AgentError::Threads)?;
         host.listeners.add(ListenerKind::Own, listener);
         if let Some(shared) = shared_listener {
             host.listeners.add(ListenerKind::Shared, shared);

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_extents::SessionService;
-use aquifer_faults::FaultStats;
 use aquifer_faults::serve::PagingService;
+use aquifer_faults::{FaultStats, FaultWait};
 use aquifer_host::membership::LeaseEvents;
 use aquifer_host::nodes::NodeRegistry;
+use aquifer_latency::LatencyHistogram;
 use aquifer_metrics::write::{
     HistogramValue, LATENCY_BOUNDS_NS, Labels, MetricFamily, counters, gauges, histograms, info, label,
 };
@@ -98,6 +99,10 @@ const RUN_BYTES: [Metric<RunStatistics>; 7] = [
     ("mempool_blocks", "Blocks of the mempool that the run uses.", |run| run.mempool_bytes),
     ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
 ];
+
+/// What a fault can wait for, with the label of the metric.
+const FAULT_WAITS: [(&str, FaultWait); 3] =
+    [("host", FaultWait::Host), ("node", FaultWait::Node), ("room", FaultWait::Room)];
 
 const RUN_COUNTERS: [Metric<RunStatistics>; 15] = [
     ("faults", "Page faults served.", |run| run.faults),
@@ -191,7 +196,20 @@ impl Collector for AgentCollector {
             help: "Time from reading a fault to placing its page.",
             unit: Some(&Unit::Seconds),
         };
-        histograms(encoder, latency, labels.into_iter().zip(stats.iter().map(histogram)))
+        let all = stats.iter().map(|stats| histogram(&stats.latency()));
+        histograms(encoder, latency, labels.iter().cloned().zip(all))?;
+        let wait = MetricFamily {
+            name: "fault_wait",
+            help: "Time from reading a fault to placing its page, by what it has waited for.",
+            unit: Some(&Unit::Seconds),
+        };
+        let by_wait = labels.iter().zip(&stats).flat_map(|(labels, stats)| {
+            FAULT_WAITS.map(|(name, wait)| {
+                let labels = labels.iter().cloned().chain([label("for", name)]).collect();
+                (labels, histogram(stats.latency_of(wait)))
+            })
+        });
+        histograms(encoder, wait, by_wait)
     }
 }
 
@@ -212,7 +230,11 @@ impl AgentCollector {
         let available = self.governor.available_bytes();
         gauges(encoder, bytes("host_available", "Available memory of the machine."), one(available))?;
         let keep_free = self.governor.keep_free_bytes();
-        gauges(encoder, bytes("host_keep_free", "Memory of the machine that stays available."), one(keep_free))?;
+        gauges(
+            encoder,
+            bytes("host_keep_free", "Memory of the machine that stays available."),
+            one(keep_free),
+        )?;
         gauges(
             encoder,
             about("nodes", "Memory nodes in the directory."),
@@ -312,10 +334,10 @@ fn encode_all<T>(
     })
 }
 
-/// The histogram of fault latencies.
-fn histogram(stats: &FaultStats) -> HistogramValue {
-    let sum_ns = u64::try_from(stats.latency.sum()).unwrap_or(u64::MAX);
-    HistogramValue::of_latencies(stats.latency.between(&LATENCY_BOUNDS_NS), sum_ns)
+/// The value of a histogram of fault latencies.
+fn histogram(latency: &LatencyHistogram) -> HistogramValue {
+    let sum_ns = u64::try_from(latency.sum()).unwrap_or(u64::MAX);
+    HistogramValue::of_latencies(latency.between(&LATENCY_BOUNDS_NS), sum_ns)
 }
 
 /// A count as the value of a metric.

@@ -236,7 +236,9 @@ mod tests {
     #[test]
     fn a_limit_below_the_least_is_refused() {
         with_server(|servers, _own| {
-            let refused = servers.set_limit(SetLimit { pid: 99, limit_bytes: 0, limit_max_bytes: None }, |_| true).unwrap();
+            let refused = servers
+                .set_limit(SetLimit { pid: 99, limit_bytes: 0, limit_max_bytes: None }, |_| true)
+                .unwrap();
             assert!(refused.is_err_and(|reason| reason.contains("too small")));
         });
     }

@@ -38,6 +38,6 @@ pub use kernel::{
 };
 pub use monitor::{Monitor, ResumeState, TurnOutcome};
 pub use mutation::Mutation;
-pub use stats::FaultStats;
+pub use stats::{FaultStats, FaultWait};
 pub use uffd::{MESSAGE_BYTES, to_bytes};
 pub use worker::WorkerPort;

@@ -29,7 +29,7 @@ use aquifer_pager::{
 use crate::areas::{Area, Areas};
 use crate::edge::{Edge, SenderEvent};
 use crate::kernel::{MoveOutcome, PageFault, UffdMessage};
-use crate::stats::FaultStats;
+use crate::stats::{FaultStats, FaultWait};
 use crate::stream::StreamDetector;
 
 use order::ReadEvent;
@@ -59,6 +59,8 @@ pub enum TurnOutcome {
 struct PendingFault {
     fault: PageFault,
     since_ns: u64,
+    /// Whether the fault had to wait for the sender or for room.
+    has_waited: bool,
 }
 
 /// The monitor of one program.
@@ -122,6 +124,8 @@ pub struct Monitor<E: Edge> {
     repacking: RepackProgress,
     /// Whether the program has ended.
     has_ended: bool,
+    /// What the fault that is served has waited for.
+    fault_wait: FaultWait,
 }
 
 impl<E: Edge> Monitor<E> {
@@ -169,6 +173,7 @@ impl<E: Edge> Monitor<E> {
             must_protect: false,
             repacking: RepackProgress::default(),
             has_ended: false,
+            fault_wait: FaultWait::Nothing,
         }
     }
 

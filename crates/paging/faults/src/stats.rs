@@ -4,6 +4,25 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_latency::LatencyHistogram;
 
+/// What a fault has waited for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum FaultWait {
+    /// For nothing but its resolution: a page of zeros, or a protected one.
+    #[default]
+    Nothing,
+    /// For a page in the mempool or in the page cache.
+    Host,
+    /// For a memory node.
+    Node,
+    /// For room below the limit, or for the page's own eviction.
+    Room,
+}
+
+impl FaultWait {
+    /// All values, in their order.
+    pub const ALL: [Self; 4] = [Self::Nothing, Self::Host, Self::Node, Self::Room];
+}
+
 /// Counters of one program since its start.
 #[derive(Debug, Default)]
 pub struct FaultStats {
@@ -29,8 +48,8 @@ pub struct FaultStats {
     pub lost_pages: AtomicU64,
     /// Pages moved between slabs.
     pub repacked: AtomicU64,
-    /// Time from the read of a fault to its resolution, in nanoseconds.
-    pub latency: LatencyHistogram,
+    /// Time from the read of a fault to its resolution, in nanoseconds, by [`FaultWait`].
+    latencies: [LatencyHistogram; 4],
 }
 
 impl FaultStats {
@@ -44,7 +63,24 @@ impl FaultStats {
         for (mine, theirs) in self.counters().into_iter().zip(other.counters()) {
             mine.fetch_add(theirs.load(Relaxed), Relaxed);
         }
-        self.latency.merge(&other.latency);
+        for (mine, theirs) in self.latencies.iter().zip(&other.latencies) {
+            mine.merge(theirs);
+        }
+    }
+
+    /// Time from the read of a fault to its resolution, in nanoseconds, of the faults that have
+    /// waited for this.
+    #[must_use]
+    pub fn latency_of(&self, wait: FaultWait) -> &LatencyHistogram {
+        &self.latencies[wait as usize]
+    }
+
+    /// Time from the read of a fault to its resolution, in nanoseconds, of all faults.
+    #[must_use]
+    pub fn latency(&self) -> LatencyHistogram {
+        let all = LatencyHistogram::default();
+        self.latencies.iter().for_each(|of_wait| all.merge(of_wait));
+        all
     }
 
     fn counters(&self) -> [&AtomicU64; 11] {
@@ -71,17 +107,18 @@ mod tests {
     #[test]
     fn merging_adds_counters_and_latencies() {
         let one = FaultStats::default();
-        assert_eq!(one.latency.quantile(0.5), 0);
+        assert_eq!(one.latency().quantile(0.5), 0);
         for value in 1..=1000u64 {
-            one.latency.record(value * 1000);
+            let wait = FaultWait::ALL[usize::try_from(value % 4).unwrap()];
+            one.latency_of(wait).record(value * 1000);
         }
         let both = FaultStats::default();
         FaultStats::add(&one.faults, 3);
         both.merge(&one);
         both.merge(&one);
         assert_eq!(both.faults.load(Relaxed), 6);
-        let median = both.latency.quantile(0.5);
+        let median = both.latency().quantile(0.5);
         assert!((470_000..=500_000).contains(&median), "{median}");
-        assert!(both.latency.quantile(0.999) > 930_000);
+        assert!(both.latency_of(FaultWait::Nothing).quantile(0.999) > 930_000);
     }
 }

@@ -130,8 +130,14 @@ impl ElasticRuns {
         let guaranteed = budget.guaranteed().saturating_mul(page);
         let observed = &self.observed[&run.id()];
         let range = run.limit_max_bytes().unwrap_or(0).saturating_sub(guaranteed);
-        let in_cgroup = observed.cgroup_remaining.map_or(u64::MAX, |left| borrowed.saturating_add(left / count));
-        Borrower { owner: run.id_owner(), range: range.min(in_cgroup), borrowed, activity: observed.activity() }
+        let in_cgroup =
+            observed.cgroup_remaining.map_or(u64::MAX, |left| borrowed.saturating_add(left / count));
+        Borrower {
+            owner: run.id_owner(),
+            range: range.min(in_cgroup),
+            borrowed,
+            activity: observed.activity(),
+        }
     }
 }
 

@@ -56,7 +56,7 @@ impl<E: Edge> Monitor<E> {
             }
             match message {
                 UffdMessage::Fault(fault) if !self.has_ended => {
-                    self.pending.push(PendingFault { fault, since_ns: now_ns });
+                    self.pending.push(PendingFault { fault, since_ns: now_ns, has_waited: false });
                 }
                 UffdMessage::Fault(_) => {}
                 event if held_back.is_empty() && !self.must_hold_back(&event) => {

@@ -5,10 +5,10 @@ use std::sync::atomic::AtomicU64;
 
 use aquifer_pager::{Mutation, PageNumber, PageState, Slot, Volume};
 
-use super::Monitor;
+use super::{Monitor, PendingFault};
 use crate::edge::{Edge, OtherPrograms};
 use crate::kernel::{FillOutcome, FillSource, FillStop, PageFault};
-use crate::stats::FaultStats;
+use crate::stats::{FaultStats, FaultWait};
 
 /// Maximum number of pages that are filled at one fault of a sequential access.
 const WINDOW_MAX: usize = 32;
@@ -36,12 +36,17 @@ impl<E: Edge> Monitor<E> {
             if self.has_ended {
                 break;
             }
+            self.fault_wait = FaultWait::Nothing;
             match self.serve_fault(pending.fault) {
                 FaultOutcome::Resolved => {
                     FaultStats::add(&self.stats.faults, 1);
-                    self.stats.latency.record(self.edge.now_ns().saturating_sub(pending.since_ns));
+                    let wait = if pending.has_waited { FaultWait::Room } else { self.fault_wait };
+                    let latency_ns = self.edge.now_ns().saturating_sub(pending.since_ns);
+                    self.stats.latency_of(wait).record(latency_ns);
                 }
-                FaultOutcome::WaitForSender => self.pending.push(pending),
+                FaultOutcome::WaitForSender => {
+                    self.pending.push(PendingFault { has_waited: true, ..pending })
+                }
                 FaultOutcome::RetrySoon => {
                     must_retry = true;
                     self.pending.push(pending);
@@ -162,6 +167,7 @@ impl<E: Edge> Monitor<E> {
         };
         let pages =
             (1..).take(window - 1).take_while(|offset| is_next(&mut self.volume, *offset)).count() + 1;
+        self.fault_wait = FaultWait::Host;
         let filled = self.fill(page, pages, FillSource::Slot(slot));
         self.streams.filled(page, window, filled.pages);
         self.record_fill(page, filled, window, Some(counter))
@@ -178,6 +184,7 @@ impl<E: Edge> Monitor<E> {
         if pages == 0 {
             return None;
         }
+        self.fault_wait = FaultWait::Host;
         let filled = self.fill(page, pages, FillSource::Slot(pinned.slot()));
         self.streams.filled(page, window, filled.pages);
         Some(self.record_fill(page, filled, window, Some(|stats| &stats.cache_hits)))
@@ -190,6 +197,7 @@ impl<E: Edge> Monitor<E> {
         if let Some(outcome) = self.serve_cached(page, window) {
             return outcome;
         }
+        self.fault_wait = FaultWait::Node;
         self.locations.clear();
         for next in page..page + window as u64 {
             let PageState::Remote(location) = self.volume.state(next) else {

@@ -13,7 +13,7 @@ use aquifer_channel::peer::{peer_credentials, peer_pidfd};
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_latency::LatencyHistogram;
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
-use aquifer_report::{LatencyUs, RunStatistics, UnpagedProcess};
+use aquifer_report::{FaultWaitUs, LatencyUs, RunStatistics, UnpagedProcess};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -23,7 +23,7 @@ use super::records::RunRecord;
 use super::sender::SenderThread;
 use super::{OpenRunError, PagingService};
 use crate::edge::OtherPrograms;
-use crate::stats::FaultStats;
+use crate::stats::{FaultStats, FaultWait};
 
 /// Default of the time for which a run waits for room in a full pool.
 const WAIT_FOR_ROOM: Duration = Duration::from_mins(10);
@@ -471,7 +471,12 @@ impl Run {
             mempool_bytes: self.budget.mempool_bytes(),
             remote_bytes,
             remote_peak_bytes,
-            fault_latency_us: latency_us(&total.latency),
+            fault_latency_us: latency_us(&total.latency()),
+            fault_wait_us: FaultWaitUs {
+                host: latency_us(total.latency_of(FaultWait::Host)),
+                node: latency_us(total.latency_of(FaultWait::Node)),
+                room: latency_us(total.latency_of(FaultWait::Room)),
+            },
         }
     }
 

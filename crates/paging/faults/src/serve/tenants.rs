@@ -111,6 +111,7 @@ mod tests {
             remote_bytes: 4,
             remote_peak_bytes: 400,
             fault_latency_us: LatencyUs { p50: 1.0, p99: 2.0, p999: 3.0 },
+            fault_wait_us: aquifer_report::FaultWaitUs::default(),
         }
     }
 
