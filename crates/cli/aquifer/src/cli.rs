@@ -161,6 +161,9 @@ pub struct UpArguments {
     /// memory]
     #[arg(long, value_name = "SIZE", value_parser = parse_mempool)]
     pub mempool: Option<u64>,
+    /// Most of the page cache that one user may have; 0 for no page cache [default: all of it]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse_or_zero)]
+    pub cache_per_user: Option<u64>,
     /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default:
     /// serve only your own programs]
     #[arg(long, value_name = "PATH")]

@@ -227,7 +227,8 @@ pub struct AgentSettings {
     #[serde(deserialize_with = "mempool_bytes")]
     pub mempool: Option<u64>,
     /// Keep this much memory of the machine available: the page cache returns its memory before less
-    /// is [default: a 16th of the machine's memory, 64M to 4G]
+    /// is [default: a 16th of the machine's memory, 256M
+    /// to 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub keep_free: Option<u64>,
@@ -236,9 +237,9 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE|auto", value_parser = size::parse_or_auto)]
     #[serde(deserialize_with = "bytes_or_auto")]
     pub local_max: Option<u64>,
-    /// Most of the page cache that one user may have [default: all of it]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    #[serde(deserialize_with = "bytes")]
+    /// Most of the page cache that one user may have; 0 for no page cache [default: all of it]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse_or_zero)]
+    #[serde(deserialize_with = "bytes_or_zero")]
     pub cache_per_user: Option<u64>,
     /// Weight of a user in a full page cache; may be given for several users [default: 1]
     #[arg(long, value_name = "UID=WEIGHT")]
@@ -423,6 +424,10 @@ fn bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
 
 fn bytes_or_auto<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     size::parse_or_auto(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn bytes_or_zero<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    size::parse_or_zero(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
 fn lent_memory<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {

@@ -78,6 +78,9 @@ pub struct ClusterConfig {
     pub keep_memory: bool,
     /// Largest size of the mempool, if it was given.
     pub mempool_bytes: Option<u64>,
+    /// Most of the page cache that one user may have, if it was given.
+    #[serde(default)]
+    pub cache_per_user: Option<u64>,
     /// Most remote memory that the sessions of one user may hold, if it was given.
     #[serde(default)]
     pub extents_per_user: Option<u64>,
@@ -114,6 +117,7 @@ impl ClusterConfig {
             heap_ports: Vec::new(),
             keep_memory: arguments.keep_memory,
             mempool_bytes: arguments.mempool,
+            cache_per_user: arguments.cache_per_user,
             extents_per_user: arguments.extents_per_user,
             pages_per_user: arguments.pages_per_user,
             shared_socket: arguments.shared_socket.clone(),
@@ -267,6 +271,7 @@ impl ClusterConfig {
             difference("--fabric", arguments.fabric, Some(self.fabric), |fabric| fabric.name().to_owned()),
             difference("--mempool", arguments.mempool, self.mempool_bytes, size),
             difference("--shared-socket", given_socket, own_socket, socket),
+            difference("--cache-per-user", arguments.cache_per_user, self.cache_per_user, size),
             difference("--extents-per-user", arguments.extents_per_user, self.extents_per_user, size),
             difference("--pages-per-user", arguments.pages_per_user, self.pages_per_user, size),
             difference("--grace", arguments.grace, Some(self.grace_ms), |ms| format!("{ms}ms")),
@@ -327,6 +332,7 @@ mod tests {
             keep_memory: false,
             fabric: None,
             mempool: None,
+            cache_per_user: None,
             extents_per_user: None,
             pages_per_user: None,
             shared_socket: None,

@@ -125,6 +125,7 @@ pub fn start(
         Daemon::Agent => command
             .args(["agent", "--grace", &format!("{}ms", config.grace_ms)])
             .args(config.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
+            .args(config.cache_per_user.map(|bytes| format!("--cache-per-user={bytes}")))
             .args(config.extents_per_user.map(|bytes| format!("--extents-per-user={bytes}")))
             .args(config.pages_per_user.map(|bytes| format!("--pages-per-user={bytes}")))
             .args(config.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))

@@ -22,7 +22,8 @@ impl FromStr for CacheWeight {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let invalid = || format!("{text:?} is not UID=WEIGHT, such as 1000=4, with a weight of 1 to {WEIGHT_MAX}");
+        let invalid =
+            || format!("{text:?} is not UID=WEIGHT, such as 1000=4, with a weight of 1 to {WEIGHT_MAX}");
         let (uid, weight) = text.split_once('=').ok_or_else(invalid)?;
         let uid = uid.parse().map_err(|_| invalid())?;
         let weight = weight.parse().map_err(|_| invalid())?;

@@ -210,8 +210,7 @@ fn write_swapped(text: &mut String, run: &RunStatistics, device_bytes: u64) -> s
 
 /// The resident memory of a run, with what is guaranteed to it.
 fn resident(run: &RunStatistics) -> String {
-    let [resident, limit, borrowed] =
-        [run.resident_bytes, run.limit_bytes, run.borrowed_bytes].map(ByteSize);
+    let [resident, limit, borrowed] = [run.resident_bytes, run.limit_bytes, run.borrowed_bytes].map(ByteSize);
     match run.limit_max_bytes {
         None => format!("{resident} of {limit} resident"),
         Some(_) => format!("{resident} resident ({limit} guaranteed, {borrowed} borrowed)"),
