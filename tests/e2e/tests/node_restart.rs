@@ -132,6 +132,9 @@ fn extents_survive_a_restart_over_tcp() {
 }
 
 /// A program that runs until it is ended, with most of its memory on one node.
+/// Option of `aquifer up`: all pages that are not in the program are on nodes alone.
+const WITHOUT_CACHE: &str = "--cache-per-user=0";
+
 fn endless(cluster: &Cluster) -> Running {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "1000000"];
@@ -182,7 +185,8 @@ fn assert_ended_with_message(run: Running) {
 #[test]
 fn a_node_that_restarts_without_its_memory_ends_programs() {
     for fabric in ["shm", "tcp"] {
-        let cluster = Cluster::up_with(1, "512M", &["--fabric", fabric, "--keep-memory"]);
+        let options = ["--fabric", fabric, "--keep-memory", WITHOUT_CACHE];
+        let cluster = Cluster::up_with(1, "512M", &options);
         let run = endless(&cluster);
         processes::kill(cluster.daemon("keeper", None));
         processes::kill(cluster.daemon("node", Some(1)));
@@ -203,7 +207,8 @@ mod long {
 
     #[test]
     fn a_node_that_does_not_restart_ends_programs() {
-        let mut cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
+        let options = ["--fabric", "tcp", "--keep-memory", "--grace", "3s", WITHOUT_CACHE];
+        let mut cluster = Cluster::up_with(1, "512M", &options);
         // A program that needs no page of the node, but room for another one, waits for a node.
         cluster.set_run_options(&["--wait-for-room", "3s"]);
         let run = endless(&cluster);
