@@ -55,15 +55,7 @@ impl OpenRun {
             limit_max_bytes = Some(reader.u64()?);
         }
         let name = reader.text()?;
-        Ok(Self {
-            limit_bytes,
-            limit_max_bytes,
-            replicas,
-            outlives_owner,
-            is_strict,
-            wait_for_room_ms,
-            name,
-        })
+        Ok(Self { limit_bytes, limit_max_bytes, replicas, outlives_owner, is_strict, wait_for_room_ms, name })
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
