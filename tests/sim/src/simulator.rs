@@ -120,7 +120,13 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         let recorded = recorded.0.get(&format!("{mutation:?}")).copied();
         let notice = |seed: &u64| {
             let outcome = quietly(|| play(|| mutation.while_active(|| (self.play)(*seed))));
-            outcome.inspect_err(|error| println!("{mutation:?}: schedule {seed}: {error}")).is_err()
+            // A schedule that fails without the mutation as well has not noticed it.
+            let is_noticed = outcome.is_err() && quietly(|| play(|| (self.play)(*seed))).is_ok();
+            if let Err(error) = outcome {
+                let by = if is_noticed { "" } else { " (also without the mutation)" };
+                println!("{mutation:?}: schedule {seed}{by}: {error}");
+            }
+            is_noticed
         };
         recorded.into_iter().chain(self.regressions.iter().copied()).chain(0..most).find(notice)
     }

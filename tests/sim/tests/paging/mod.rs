@@ -15,6 +15,7 @@ macro_rules! trace {
 
 pub mod absence;
 pub mod cluster;
+mod counts;
 mod death;
 mod edge;
 pub mod focus;
@@ -30,8 +31,8 @@ use std::sync::OnceLock;
 
 use aquifer_pager::Mutation;
 use aquifer_sim::{Simulator, asked_seed};
+use counts::PagingCounts;
 use schedule::run;
-use world::PagingCounts;
 
 const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",

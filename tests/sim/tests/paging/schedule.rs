@@ -12,12 +12,13 @@ use aquifer_pager::Volume;
 use aquifer_fabric::sim::Rng;
 
 use super::cluster::SimCluster;
+use super::counts::PagingCounts;
 use super::death::{self, StepKind};
 use super::edge::SimEdge;
 use super::focus::Focus;
 use super::memory::{ModelPage, number};
 use super::process::{SimProcess, ThreadState};
-use super::world::{PagingCounts, PagingWorld};
+use super::world::PagingWorld;
 
 /// More rounds than any schedule needs to become idle.
 const ROUNDS_MAX: u32 = 60_000;
