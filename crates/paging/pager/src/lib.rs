@@ -37,6 +37,7 @@ mod page_cache;
 mod ports;
 mod sender;
 mod slabs;
+mod sync;
 mod table;
 pub mod view;
 mod volume;

@@ -2,24 +2,20 @@
 //!
 //! When a volume reclaims a block of the mempool, the pages in it become remote, and the block
 //! passes to the cache (`cached_blocks`). An entry says in which slot the bytes of a location are.
-//! No page word names a cached slot, so any thread may drop an entry at any moment, and a page whose
-//! entry is gone is read from a memory node.
+//! No page word names a cached slot, so any thread may drop an entry at any moment, and a page
+//! whose entry is gone is read from a memory node.
 //!
-//! A reader pins the block of an entry, and a block that is pinned is not given to anybody.
+//! A reader pins the block of an entry, and a block that is pinned is not used for other pages.
 
 use std::sync::Arc;
-use std::sync::atomic::{
-    AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
-};
-
-use aquifer_fabric::Memory;
-use parking_lot::Mutex;
 
 use crate::cached_blocks::duel::{Duel, Group};
 use crate::mempool::BlockId;
 use crate::mutation::Mutation;
 use crate::page::{Location, Slot};
 use crate::slabs::{LOCATIONS_MAX, location_number};
+use crate::sync::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use crate::sync::{AtomicU32, Memory, Mutex};
 
 /// Bit of [`BlockState::pins`]: the block is in the cache. The other bits are the number of pins.
 const IS_CACHED: u32 = 1 << 31;
@@ -28,14 +24,14 @@ const IS_CACHED: u32 = 1 << 31;
 #[derive(Debug, Default)]
 struct BlockState {
     pins: AtomicU32,
-    /// Number of entries that name a slot of the block. It may be too small for a moment, so it only
-    /// guides which block is given away.
+    /// Number of entries that name a slot of the block. It may be too small for a moment, so it
+    /// only guides which block is removed.
     entries: AtomicU32,
     /// Number of the block's group in the duel.
     group: AtomicU32,
 }
 
-/// Which blocks of the mempool are in the cache, and which of these are pinned.
+/// The states of all blocks of the mempool: whether they are cached, and pinned.
 #[derive(Debug)]
 pub(crate) struct BlockStates {
     states: Box<[BlockState]>,
@@ -68,9 +64,9 @@ impl BlockStates {
         self.of(block).pins.store(IS_CACHED, Release);
     }
 
-    /// Takes a block from the cache, unless it is pinned. Nobody can pin it from then on.
+    /// Removes a block from the cache, unless it is pinned. It cannot be pinned from then on.
     #[must_use]
-    pub fn try_take(&self, block: BlockId) -> bool {
+    pub fn try_remove(&self, block: BlockId) -> bool {
         if Mutation::PunchPinned.is_active() {
             return self.of(block).pins.fetch_and(!IS_CACHED, AcqRel) & IS_CACHED != 0;
         }
