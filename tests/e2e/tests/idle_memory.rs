@@ -213,3 +213,86 @@ fn mempool_memory(cluster: &Cluster) -> u64 {
     let mempool = mempools.next().expect("the agent has a mempool");
     std::fs::metadata(mempool.path()).expect("our own process").blocks() * 512
 }
+
+mod long {
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+    use aquifer_tests_e2e::SharedCluster;
+    use aquifer_tests_e2e::postgres::Postgres;
+    use aquifer_tests_e2e::redis::Redis;
+
+    use super::*;
+
+    /// A user whose programs start and end all the time.
+    const CHURNING: u32 = 65_531;
+
+    /// Has memory run short and lets it go again until `is_done`. Kills the agent now and then.
+    fn squeeze(meminfo: &Meminfo, cluster: &Cluster, is_done: &AtomicBool) {
+        for turn in 0u64.. {
+            for available_mib in [0, 1100, IDLE_MIB, 700, IDLE_MIB] {
+                meminfo.set(available_mib);
+                eventually("the agent to see the available memory", || {
+                    let status = status(cluster.agent_socket())?;
+                    (figure(&status, "available_bytes") == available_mib * MIB).then_some(())
+                });
+            }
+            if is_done.load(Relaxed) {
+                return;
+            }
+            if turn.is_multiple_of(16) {
+                restart_agent(cluster);
+            }
+        }
+    }
+
+    /// Ends the other threads, also if a check fails.
+    struct Done<'a>(&'a AtomicBool);
+
+    impl Drop for Done<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Relaxed);
+        }
+    }
+
+    fn churn(shared: &SharedCluster, is_done: &AtomicBool) {
+        let checker = shared.path("checker");
+        let checker = checker.to_str().expect("a plain path");
+        for test in ["pages", "fork", "mremap", "threads"].iter().cycle() {
+            if is_done.load(Relaxed) {
+                return;
+            }
+            let words =
+                ["run", "--local", "12M", "--local-max", "auto", "--", checker, test, "--bytes", "32M"];
+            let mut command = shared.command(CHURNING, &words);
+            Running::start(&mut command, true, Box::new(|| 0)).wait().assert_success("a user's checker");
+        }
+    }
+
+    #[test]
+    fn programs_of_two_users_live_through_squeezes() {
+        assert!(rustix::process::geteuid().is_root(), "needs root, to start programs of other users");
+        let meminfo = Meminfo::new(IDLE_MIB);
+        let path = meminfo.path();
+        let environment = [("AQUIFER_MEMINFO", path.to_str().expect("a plain path"))];
+        let mut shared = SharedCluster::up_in(&environment, 3, &[]);
+        shared.cluster.set_run_options(&["--local-max", "auto"]);
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| squeeze(&meminfo, &shared.cluster, &is_done));
+            scope.spawn(|| churn(&shared, &is_done));
+            let done = Done(&is_done);
+            let folder = tempfile::tempdir().expect("a folder");
+            let redis = Redis::paged(&shared.cluster, folder.path(), 24 * MIB);
+            let loaded = redis.check("load", "64M");
+            let postgres = Postgres::start(&shared, "24M");
+            postgres.fill_tables();
+            let _ = postgres.ask("pgbench", &["-n", "-c", "4", "-t", "100"]);
+            postgres.assert_balances(400);
+            assert_eq!(redis.check("verify", "64M"), loaded, "what redis-server has in memory");
+            drop(done);
+            postgres.stop().assert_success("PostgreSQL on the pool");
+            redis.stop().assert_success("redis on the pool");
+        });
+        shared.cluster.assert_all_free();
+    }
+}

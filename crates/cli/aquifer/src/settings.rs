@@ -226,14 +226,13 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = parse_mempool)]
     #[serde(deserialize_with = "mempool_bytes")]
     pub mempool: Option<u64>,
-    /// Keep this much memory of the machine available: the page cache returns its memory before less
-    /// is [default: a 16th of the machine's memory, 256M
-    /// to 4G]
+    /// Keep this much memory of the machine available: the page cache returns its memory before
+    /// less is [default: a 16th of the machine's memory, 256M to 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub keep_free: Option<u64>,
-    /// Limit of programs while this host has idle memory, for those that give no --local-max: a size,
-    /// or auto for as much as there is [default: they are held at --local]
+    /// Limit of programs while this host has idle memory, for those that give no --local-max: a
+    /// size, or auto for as much as there is [default: they are held at --local]
     #[arg(long, value_name = "SIZE|auto", value_parser = size::parse_or_auto)]
     #[serde(deserialize_with = "bytes_or_auto")]
     pub local_max: Option<u64>,

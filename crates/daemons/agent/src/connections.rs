@@ -111,6 +111,15 @@ pub(crate) struct Connections {
     admit_failures: Mutex<FailureLog>,
 }
 
+/// The services for the programs of this host.
+#[derive(Debug)]
+pub(crate) struct Services {
+    pub paging: Arc<PagingService>,
+    pub sessions: Arc<SessionService>,
+    pub segments: Arc<SegmentHost>,
+    pub swap_servers: Arc<SwapServers>,
+}
+
 /// The idle memory of the host, for elastic runs.
 #[derive(Debug)]
 pub(crate) struct LentMemory {
@@ -121,24 +130,21 @@ pub(crate) struct LentMemory {
 
 impl Connections {
     pub fn new(
-        service: &Arc<PagingService>,
-        sessions: &Arc<SessionService>,
+        services: &Services,
         nodes: &Arc<NodeRegistry>,
-        swap_servers: Arc<SwapServers>,
         access: ClusterAccess,
         heap_tickets: HeapTickets,
-        segments: Arc<SegmentHost>,
         memory: LentMemory,
     ) -> std::io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
-            service: Arc::clone(service),
-            sessions: Arc::clone(sessions),
+            service: Arc::clone(&services.paging),
+            sessions: Arc::clone(&services.sessions),
             nodes: Arc::clone(nodes),
-            swap_servers,
+            swap_servers: Arc::clone(&services.swap_servers),
             access,
             descriptors: Arc::clone(&heap_tickets.descriptors),
             heap_tickets,
-            segments,
+            segments: Arc::clone(&services.segments),
             memory,
             counts: Mutex::default(),
             admit_failures: Mutex::default(),

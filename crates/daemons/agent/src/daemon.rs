@@ -36,7 +36,7 @@ use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_segments::host::{HostLease, SegmentError};
 use parking_lot::Mutex;
 
-use crate::connections::{Connections, LentMemory, RUN_END_TIMEOUT, serve_run};
+use crate::connections::{Connections, LentMemory, RUN_END_TIMEOUT, Services, serve_run};
 use crate::heap_tickets::HeapTickets;
 use crate::host_state::{HostState, new_mempool};
 use crate::listeners::Listeners;
@@ -71,8 +71,8 @@ pub struct AgentOptions {
     /// Memory of this machine that stays available, in bytes: the page cache returns its memory
     /// before less is.
     pub keep_free_bytes: u64,
-    /// Limit of runs while the host has idle memory, in bytes, for runs that give none; `None`: runs
-    /// are held at their limit.
+    /// Limit of runs while the host has idle memory, in bytes, for runs that give none; `None`:
+    /// runs are held at their limit.
     pub limit_max_bytes: Option<u64>,
     /// How the users share the page cache.
     pub cache_shares: CacheShares,
@@ -352,14 +352,14 @@ impl Agent {
         let (kept_segments, kept): (Vec<_>, Vec<_>) =
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
         let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);
-        let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
+        let (paging, sessions) = start_services(options, &host, mempool, kept, resumes)?;
         let segments = start_segments(options, &membership, &host, kept_segments, retries)?;
-        let swap_servers = Arc::new(SwapServers::default());
         let governor =
-            MemoryGovernor::start(&service, options.keep_free_bytes).map_err(AgentError::Threads)?;
+            MemoryGovernor::start(&paging, options.keep_free_bytes).map_err(AgentError::Threads)?;
+        let swap_servers = Arc::new(SwapServers::default());
+        let services = Services { paging, sessions, segments, swap_servers };
         let serve_metrics = |listener: MetricsListener| {
-            let lease = membership.lease_events();
-            metrics::serve(listener, &service, &sessions, &nodes, lease, &segments, &swap_servers, &governor)
+            metrics::serve(listener, &services, &nodes, membership.lease_events(), &governor)
         };
         let metrics = metrics.map(serve_metrics).transpose()?;
         let recovery =
@@ -379,17 +379,8 @@ impl Agent {
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
         let memory = LentMemory { governor, limit_max_bytes: options.limit_max_bytes };
-        let connections = Connections::new(
-            &service,
-            &sessions,
-            &nodes,
-            swap_servers,
-            access,
-            heap_tickets,
-            segments,
-            memory,
-        )
-        .map_err(AgentError::Threads)?;
+        let connections =
+            Connections::new(&services, &nodes, access, heap_tickets, memory).map_err(AgentError::Threads)?;
         host.listeners.add(ListenerKind::Own, listener);
         if let Some(shared) = shared_listener {
             host.listeners.add(ListenerKind::Shared, shared);
@@ -460,6 +451,10 @@ fn start_services(
     kept: Vec<RestoredItem>,
     resumes: bool,
 ) -> Result<(Arc<PagingService>, Arc<SessionService>), AgentError> {
+    // A page of the cache that was swapped out would cost more than one of a memory node.
+    if let Err(error) = mempool.memory().lock_touched() {
+        tracing::debug!(%error, "the mempool may be swapped out: this process may not lock it");
+    }
     let mempool = Arc::new(mempool);
     mempool.set_cache_shares(options.cache_shares.clone());
     let service = PagingService::new(

@@ -6,8 +6,7 @@
 //! - `host_state`: the state of the host itself, which the keeper holds across restarts of the
 //!   agent.
 //! - `listeners`: the sockets at which users connect, and the gateway that accepts there.
-//! - `memory_governor`: lends memory that nobody needs to the page cache and to elastic runs, and
-//!   takes it back.
+//! - `memory_governor`: lends idle memory to the page cache and to elastic runs, and takes it back.
 //! - `connections`: connections of programs and of the command line.
 //! - `swap_servers`: connections of the servers of swap devices.
 //! - `report`: statistics as JSON; `metrics`: statistics for Prometheus.

@@ -1,5 +1,5 @@
-//! The governor of this host's memory: the page cache and elastic runs use memory that nobody needs,
-//! and give it back when others want it.
+//! The memory governor of this host: lends idle memory to the page cache and to elastic runs, and
+//! takes it back when other programs need it.
 //!
 //! A thread looks at the available memory of the machine, and of the agent's memory cgroup, ten
 //! times a second, and at once when the kernel reports pressure (`pressure`). Part of the memory
@@ -38,11 +38,11 @@ const KEPT_FREE_MAX: u64 = 4 << 30;
 /// Pressure counts only while less than this multiple of what stays available is available: a group
 /// of processes at a limit of its own has pressure on a machine with much free memory, too.
 const PRESSURE_FACTOR: u64 = 4;
-/// Part of the mempool that is given back at each report of pressure: 1/`PRESSURE_DIVISOR`.
+/// Part of the mempool that is returned at each report of pressure: 1/`PRESSURE_DIVISOR`.
 const PRESSURE_DIVISOR: u64 = 8;
 /// Number of intervals after a report of pressure in which the mempool gets no more memory.
 const PRESSURE_INTERVALS: u32 = 10;
-/// Most memory of a mempool that RDMA devices use. They pin it, so that none can be given back.
+/// Most memory of a mempool that RDMA devices use. They pin it, so that none can be returned.
 const PINNED_BYTES_MAX: u64 = 4 << 30;
 
 /// The memory that stays available by default on a machine, or in a memory cgroup, with `total`
@@ -150,11 +150,11 @@ impl GovernorThread {
     fn run(mut self, service: &Weak<PagingService>) {
         let mut pressure = PressureWatch::new(&aquifer_host_memory::pressure_files());
         while let Some(service) = service.upgrade() {
-            let looked = self.look(&service, pressure.take());
+            let looked = self.look(&service, pressure.consume_report());
             self.errors.record(looked);
             drop(service);
             pressure.wait(INTERVAL, self.governor.wake.as_fd());
-            // Fails if nobody has written.
+            // The read fails if the governor was not woken.
             let _ = rustix::io::read(&self.governor.wake, &mut [0; 8]);
         }
     }
@@ -237,7 +237,8 @@ mod tests {
     #[test]
     fn a_sixteenth_of_the_memory_stays_available() {
         assert_eq!(default_keep_free(16 << 30), 1 << 30);
-        assert_eq!(default_keep_free(0), KEPT_FREE_MIN);
+        assert_eq!(default_keep_free(1 << 30), KEPT_FREE_MIN);
+        assert_eq!(default_keep_free(256 << 20), 128 << 20, "no more than half");
         assert_eq!(default_keep_free(u64::MAX), KEPT_FREE_MAX);
     }
 }

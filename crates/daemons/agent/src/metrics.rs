@@ -24,6 +24,7 @@ use aquifer_report::{RunStatistics, TenantStatistics, UserStatistics};
 use aquifer_segments::host::statistics::TimesOf;
 use aquifer_segments::host::{SegmentHost, SegmentStatus};
 
+use crate::connections::Services;
 use crate::memory_governor::MemoryGovernor;
 use crate::report::{MempoolBytes, borrowed_bytes, mempool_bytes};
 use crate::swap_servers::SwapServers;
@@ -53,21 +54,18 @@ pub(crate) fn listen(
 /// If a thread cannot be started.
 pub(crate) fn serve(
     listener: MetricsListener,
-    service: &Arc<PagingService>,
-    sessions: &Arc<SessionService>,
+    services: &Services,
     nodes: &Arc<NodeRegistry>,
     lease: &Arc<LeaseEvents>,
-    segments: &Arc<SegmentHost>,
-    swap_servers: &Arc<SwapServers>,
     governor: &Arc<MemoryGovernor>,
 ) -> Result<MetricsServer, MetricsError> {
     let collector = AgentCollector {
-        service: Arc::clone(service),
-        sessions: Arc::clone(sessions),
+        service: Arc::clone(&services.paging),
+        sessions: Arc::clone(&services.sessions),
         nodes: Arc::clone(nodes),
         lease: Arc::clone(lease),
-        segments: Arc::clone(segments),
-        swap_servers: Arc::clone(swap_servers),
+        segments: Arc::clone(&services.segments),
+        swap_servers: Arc::clone(&services.swap_servers),
         governor: Arc::clone(governor),
     };
     let mut registry = Registry::with_prefix("aquifer_agent");
@@ -100,7 +98,7 @@ const RUN_BYTES: [Metric<RunStatistics>; 7] = [
     ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
 ];
 
-/// What a fault can wait for, with the label of the metric.
+/// The reasons for which faults wait, each with its label in the metrics.
 const FAULT_WAITS: [(&str, FaultWait); 3] =
     [("host", FaultWait::Host), ("node", FaultWait::Node), ("room", FaultWait::Room)];
 

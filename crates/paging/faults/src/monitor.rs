@@ -124,7 +124,7 @@ pub struct Monitor<E: Edge> {
     repacking: RepackProgress,
     /// Whether the program has ended.
     has_ended: bool,
-    /// What the fault that is served has waited for.
+    /// The wait of the fault that is being served.
     fault_wait: FaultWait,
 }
 

@@ -34,6 +34,7 @@ pub struct SendRequest<P> {
 }
 
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "a box would be an allocation for each batch")]
 enum PageSource {
     /// An evicted batch, in a staging buffer of the program.
     Batch(EvictedBatch),
@@ -92,6 +93,7 @@ impl<P: SentProgram> SendQueue<P> {
 
 /// The first step of a turn.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "a box would be an allocation for each batch")]
 pub enum NextStep<P> {
     /// Stage the pages of a request.
     Stage(SendRequest<P>),

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_latency::LatencyHistogram;
 
-/// What a fault has waited for.
+/// The reason for which a fault has waited.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FaultWait {
     /// For nothing but its resolution: a page of zeros, or a protected one.

@@ -2,8 +2,8 @@
 //!
 //! The limit covers resident pages and the run's share of the mempool. Memory that is resident but
 //! cannot be evicted (stacks, small areas, private data of libraries) is sampled and counts, too.
-//! An elastic run may have idle memory of its host beyond its limit, which is taken back when others
-//! need it.
+//! An elastic run may have idle memory of its host beyond its limit, which is taken back when
+//! others need it.
 
 use std::ops::Deref;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The order of the cached blocks: which one is given away when the mempool needs a block.
 //!
-//! The user with the most cached blocks for its weight gives up one, so that no user can push out
-//! what others have cached; within a user, the run with the most. A run gives up its oldest or its
-//! newest block: `duel`.
+//! A block of the user with the most cached blocks for its weight is dropped, so that no user can
+//! push out pages of others; within a user, one of the run with the most. This is the run's oldest
+//! or newest block: `duel`.
 
 pub(crate) mod duel;
 mod run_queue;
@@ -132,25 +132,25 @@ impl CachedBlocks {
         self.cached += 1;
     }
 
-    /// Takes a block out of the cache. Its slots belong to the caller from then on. Returns `None`
+    /// Removes a block from the cache. Its slots belong to the caller from then on. Returns `None`
     /// if all are pinned.
-    pub fn take(&mut self) -> Option<BlockId> {
-        self.take_emptied().or_else(|| self.take_from(|_| true))
+    pub fn remove(&mut self) -> Option<BlockId> {
+        self.remove_emptied().or_else(|| self.remove_from_users(|_| true))
     }
 
-    /// Takes a block of a user out of the cache.
-    pub fn take_of_user(&mut self, uid: u32) -> Option<BlockId> {
-        self.take_from(|user| user.uid == uid)
+    /// Removes a block of a user from the cache.
+    pub fn remove_of_user(&mut self, uid: u32) -> Option<BlockId> {
+        self.remove_from_users(|user| user.uid == uid)
     }
 
-    /// Takes a block whose pages have all left the cache.
-    fn take_emptied(&mut self) -> Option<BlockId> {
+    /// Removes a block whose pages have all left the cache.
+    fn remove_emptied(&mut self) -> Option<BlockId> {
         while let Some(block) = self.states().pop_emptied() {
             // The block may have been taken meanwhile, and even cached again. A pinned one is taken
             // in its turn.
             if self.blocks.of(block).is_some()
                 && !self.states().has_entries(block)
-                && self.states().try_take(block)
+                && self.states().try_remove(block)
             {
                 self.forget(block);
                 return Some(block);
@@ -159,9 +159,9 @@ impl CachedBlocks {
         None
     }
 
-    /// Takes a block of the user with the most for its weight, of those that are accepted, and of
+    /// Removes a block of the user with the most for its weight, of those that are accepted, and of
     /// this user's run with the most.
-    fn take_from(&mut self, is_accepted: impl Fn(&UserQueues) -> bool) -> Option<BlockId> {
+    fn remove_from_users(&mut self, is_accepted: impl Fn(&UserQueues) -> bool) -> Option<BlockId> {
         self.users.iter_mut().flat_map(|user| &mut user.runs).for_each(|run| run.is_passed_over = false);
         loop {
             let Self { users, shares, blocks, .. } = self;
@@ -173,7 +173,7 @@ impl CachedBlocks {
             let (_, run) = runs
                 .filter(|(_, run)| run.cached() > 0 && !run.is_passed_over)
                 .max_by_key(|(of_user, run)| (*of_user, run.cached()))?;
-            if let Some(block) = run.take(blocks) {
+            if let Some(block) = run.remove(blocks) {
                 self.forget(block);
                 return Some(block);
             }
@@ -181,11 +181,11 @@ impl CachedBlocks {
         }
     }
 
-    /// Takes a block of a run that has ended.
-    pub fn take_of_run(&mut self, uid: u32, index: &Arc<CacheIndex>) -> Option<BlockId> {
+    /// Removes a block of a run that has ended.
+    pub fn remove_of_run(&mut self, uid: u32, index: &Arc<CacheIndex>) -> Option<BlockId> {
         let user = self.users.iter_mut().find(|user| user.uid == uid)?;
         let run = user.runs.iter_mut().find(|run| run.is_of(index))?;
-        let block = run.take(&self.blocks)?;
+        let block = run.remove(&self.blocks)?;
         self.forget(block);
         Some(block)
     }

@@ -3,7 +3,7 @@
 //! A CRC is not sufficient: if two versions of a page had the same CRC, the newer would be lost. A
 //! digest is a universal hash (the fingerprint of UMASH) under random parameters that never leave
 //! this process. Two different pages have the same digest with a probability below 2^-83, also if
-//! an attacker chose them ([proof](https://pvk.ca/Blog/2020/10/31/nearly-double-the-ph-bits-with-one-more-clmul/)).
+//! an attacker chose them: see decision 8.
 
 use crate::page::Location;
 use crate::slabs::SlabId;

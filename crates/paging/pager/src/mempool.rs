@@ -8,7 +8,7 @@
 //! the next user is kept free, too. When blocks are short, users with more than their guarantee
 //! free acknowledged blocks. Within a user, volumes with blocks free some for volumes without.
 //!
-//! Blocks that nobody needs keep pages that their volumes have reclaimed: `page_cache`.
+//! Blocks that no volume needs keep pages that their volumes have reclaimed: `page_cache`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -172,21 +172,21 @@ impl MempoolState {
         guaranteed.max(free.saturating_sub(self.reserve(user, guarantee)))
     }
 
-    /// Removes a block that no volume owns. Returns `None` if only blocks are left that are pinned
-    /// or that are kept free for other users.
+    /// Allocates a block that no volume owns. Returns `None` if only blocks are left that are
+    /// pinned, or kept free for other users.
     ///
     /// What is kept free is not in the cache, where a block may be pinned. Unless `may_back` is
     /// true, a free block without memory is the last choice.
-    fn take(&mut self, user: &MempoolUser, guarantee: usize, may_back: bool) -> Option<BlockId> {
+    fn allocate(&mut self, user: &MempoolUser, guarantee: usize, may_back: bool) -> Option<BlockId> {
         let reserve = self.reserve(user, guarantee);
         let has_free = user.blocks() < guarantee || self.free.len() > reserve;
         let block = if has_free && (may_back || !self.free.backed.is_empty()) {
-            self.free.pop().or_else(|| self.cached.take())
+            self.free.pop().or_else(|| self.cached.remove())
         } else {
-            self.cached.take().or_else(|| if has_free { self.free.pop() } else { None })
+            self.cached.remove().or_else(|| if has_free { self.free.pop() } else { None })
         };
         while self.free.len() < reserve
-            && let Some(freed) = self.cached.take()
+            && let Some(freed) = self.cached.remove()
         {
             self.free.push(freed);
         }
@@ -289,7 +289,7 @@ impl Mempool {
             return None;
         }
         let may_back = self.may_back_block(&state);
-        let block = state.take(user, self.guarantee(), may_back)?;
+        let block = state.allocate(user, self.guarantee(), may_back)?;
         user.blocks.fetch_add(1, Relaxed);
         Some(block)
     }
@@ -339,7 +339,7 @@ impl Mempool {
             state.free.push(block);
         } else if !state.cached.is_at_limit(user.uid) {
             state.cached.insert(user.uid, block, index, entries);
-        } else if let Some(other) = state.cached.take_of_user(user.uid) {
+        } else if let Some(other) = state.cached.remove_of_user(user.uid) {
             state.free.push(other);
             state.cached.insert(user.uid, block, index, entries);
         } else {
@@ -363,11 +363,11 @@ impl Mempool {
         let may_take_free = self.may_back_block(&state) || !state.free.backed.is_empty();
         let has_spare = may_take_free && state.free.len() > state.reserve(user, self.guarantee());
         let other = if state.cached.is_at_limit(user.uid) {
-            state.cached.take_of_user(user.uid)
+            state.cached.remove_of_user(user.uid)
         } else if has_spare {
             state.free.pop()
         } else {
-            state.cached.take()
+            state.cached.remove()
         };
         let Some(other) = other else { return block };
         state.cached.insert(user.uid, block, index, entries);
@@ -378,7 +378,7 @@ impl Mempool {
     pub fn forget_cached(&self, user: &MempoolUser, slabs: &SlabSet) {
         let Some(index) = slabs.cache() else { return };
         let mut state = self.state.lock();
-        while let Some(block) = state.cached.take_of_run(user.uid, index) {
+        while let Some(block) = state.cached.remove_of_run(user.uid, index) {
             state.free.push(block);
         }
     }
@@ -393,7 +393,7 @@ impl Mempool {
     /// If the system refuses.
     pub fn release_block_memory(&self) -> std::io::Result<bool> {
         let mut state = self.state.lock();
-        let Some(block) = state.free.backed.pop().or_else(|| state.cached.take()) else { return Ok(false) };
+        let Some(block) = state.free.backed.pop().or_else(|| state.cached.remove()) else { return Ok(false) };
         let released = self.memory.release_pages(block.slot(0).offset(), BLOCK_BYTES);
         if matches!(released, Ok(true)) {
             state.free.unbacked.push(block);

@@ -1,22 +1,21 @@
 //! How much idle memory each elastic run may have. Pure functions of what was observed.
 //!
 //! All runs together may have half of the idle memory. So when a program takes memory, the runs
-//! must give back half as much as it takes, and what they have not given back yet is covered by the
+//! must return half as much as it takes, and what they have not returned yet is covered by the
 //! other half: available memory, and the page cache, which returns its memory at once.
 
-use std::collections::BTreeMap;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Part of the idle memory that elastic runs may have: 1/`LENT_DIVISOR`.
 const LENT_DIVISOR: u64 = 2;
 /// Bytes that a run may get beyond half more than it has, so that it need not wait for the next
-/// look.
+/// sample.
 const HEADROOM_BYTES: u64 = 256 << 20;
-/// Number of looks over which the least idle memory counts: runs give memory back at once and get
-/// more after a second.
-const LOOKS: usize = 10;
+/// Number of samples of which the least idle memory counts: runs return memory at once and get more
+/// after a second.
+const SAMPLES_MAX: usize = 10;
 
-/// How active a run is. Idle runs give memory back first.
+/// The activity of a run. Idle runs return memory first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Activity {
     Idle,
@@ -27,7 +26,7 @@ pub(super) enum Activity {
 /// An elastic run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Borrower {
-    /// The user, with whom the others share.
+    /// The user id of the run's owner.
     pub owner: u32,
     /// Most bytes that the run may have beyond its limit.
     pub range: u64,
@@ -43,21 +42,21 @@ impl Borrower {
     }
 }
 
-/// The idle memory of the last looks.
+/// The last samples of the idle memory.
 #[derive(Debug, Default)]
 pub(super) struct IdleMemory {
-    looks: VecDeque<u64>,
+    samples: VecDeque<u64>,
 }
 
 impl IdleMemory {
-    /// Records that `idle` bytes are idle, those included that runs have borrowed. Returns how many
-    /// bytes all runs may have, `keep_free` bytes of the idle memory excepted.
+    /// Records a sample: `idle` bytes are idle, or borrowed by runs. Returns the number of bytes
+    /// that all runs may have; `keep_free` bytes of the idle memory stay free.
     pub fn lendable(&mut self, idle: u64, keep_free: u64) -> u64 {
-        if self.looks.len() == LOOKS {
-            self.looks.pop_front();
+        if self.samples.len() == SAMPLES_MAX {
+            self.samples.pop_front();
         }
-        self.looks.push_back(idle);
-        let least = self.looks.iter().min().copied().unwrap_or(0);
+        self.samples.push_back(idle);
+        let least = self.samples.iter().min().copied().unwrap_or(0);
         least.saturating_sub(keep_free) / LENT_DIVISOR
     }
 }
@@ -137,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_active_give_back_first() {
+    fn the_least_active_return_memory_first() {
         let runs = [
             borrower(1, 1000, 1000, Activity::Low),
             borrower(1, 1000, 1000, Activity::Idle),
@@ -155,11 +154,11 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_given_back_at_once_and_lent_after_a_second() {
+    fn memory_is_returned_at_once_and_lent_after_a_second() {
         let mut idle = IdleMemory::default();
         assert_eq!(idle.lendable(1000, 100), 450);
         assert_eq!(idle.lendable(500, 100), 200);
-        for _ in 1..LOOKS {
+        for _ in 1..SAMPLES_MAX {
             assert_eq!(idle.lendable(1000, 100), 200);
         }
         assert_eq!(idle.lendable(1000, 100), 450);
@@ -168,19 +167,22 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_more_is_lent_than_there_is_and_nobody_gets_more_than_wanted(
+        fn no_more_is_lent_than_there_is_and_no_run_gets_more_than_wanted(
             runs in prop::collection::vec((0u32..3, 0u64..5000, 0u64..5000, 0u8..3), 0..12),
             lendable in 0u64..20_000,
         ) {
             let activities = [Activity::Idle, Activity::Low, Activity::High];
             let runs: Vec<_> = runs
                 .into_iter()
-                .map(|(owner, range, had, activity)| borrower(owner, range, had, activities[activity as usize]))
+                .map(|(owner, range, had, activity)| {
+                    borrower(owner, range, had, activities[usize::from(activity)])
+                })
                 .collect();
             let allowed = allowances(&runs, lendable * MIB);
             prop_assert!(allowed.iter().zip(&runs).all(|(allowed, run)| *allowed <= run.range));
             let (sum, all): (u64, u64) = (allowed.iter().sum(), runs.iter().map(|run| run.range).sum());
-            prop_assert!(sum <= lendable * MIB && (sum == all || lendable * MIB - sum < 12), "{sum} of {all}");
+            prop_assert!(sum <= lendable * MIB, "{sum} bytes");
+            prop_assert!(sum == all || lendable * MIB - sum < 12, "{sum} of {all} bytes");
         }
     }
 }

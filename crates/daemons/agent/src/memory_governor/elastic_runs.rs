@@ -29,7 +29,7 @@ const GROWTH_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
 /// Part of the limit of a run's cgroup that the run leaves free: 1/`CGROUP_FREE_DIVISOR`.
 const CGROUP_FREE_DIVISOR: u64 = 16;
 
-/// What was observed of one run.
+/// The observations of one run.
 #[derive(Debug)]
 struct ObservedRun {
     ticks: u64,
@@ -122,7 +122,7 @@ impl ElasticRuns {
         }
     }
 
-    /// What a run, one of `count`, can have.
+    /// The state of a run as a borrower; `count` is the number of elastic runs.
     fn borrower(&self, run: &Run, count: u64) -> Borrower {
         let page = PAGE_BYTES as u64;
         let budget = run.budget();

@@ -35,7 +35,7 @@ impl PressureWatch {
     }
 
     /// Whether pressure was reported since the last call.
-    pub fn take(&mut self) -> bool {
+    pub fn consume_report(&mut self) -> bool {
         std::mem::take(&mut self.has_pressure)
     }
 
@@ -76,6 +76,6 @@ mod tests {
         assert!(watch.files.is_empty());
         let wake = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC).unwrap();
         watch.wait(Duration::from_secs(60), wake.as_fd());
-        assert!(!watch.take());
+        assert!(!watch.consume_report());
     }
 }

@@ -1,5 +1,5 @@
-//! A duel of two orders, which decides whether a run gives up its oldest or its newest cached
-//! blocks.
+//! A duel of two orders, which decides whether the oldest or the newest cached blocks of a run are
+//! dropped.
 //!
 //! Programs that walk through more memory than is cached, again and again, find nothing if the
 //! oldest block goes: it is the next one that they want. Most others want what they used last. So
@@ -18,11 +18,11 @@ const LEAD_MIN: i32 = 64;
 /// The group of a cached block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Group {
-    /// The sample of which the oldest block is given up.
+    /// The sample of which the oldest block is dropped.
     Oldest,
-    /// The sample of which the newest block is given up.
+    /// The sample of which the newest block is dropped.
     Newest,
-    /// The blocks that are given up in the order of the better sample.
+    /// The blocks that are dropped in the order of the better sample.
     #[default]
     Rest,
 }
@@ -77,7 +77,7 @@ impl Duel {
         }
     }
 
-    /// The end at which blocks of the rest are given up.
+    /// The end at which blocks of the rest are dropped.
     pub(super) fn end(&self) -> End {
         if self.gives_newest.load(Relaxed) == 0 { End::Oldest } else { End::Newest }
     }

@@ -24,8 +24,8 @@ struct GroupQueue {
 }
 
 impl GroupQueue {
-    /// Takes the first block at an end that is not pinned.
-    fn take(&mut self, end: End, blocks: &BlockTable) -> Option<BlockId> {
+    /// Removes the first block at an end that is not pinned.
+    fn remove_first(&mut self, end: End, blocks: &BlockTable) -> Option<BlockId> {
         let mut pinned = 0;
         while pinned < PASSED_OVER_MAX {
             let at = match end {
@@ -35,7 +35,7 @@ impl GroupQueue {
             let (block, sequence) = *self.entries.get(at)?;
             if is_stale(blocks, block, sequence) {
                 self.entries.remove(at);
-            } else if blocks.states.try_take(block) {
+            } else if blocks.states.try_remove(block) {
                 self.entries.remove(at);
                 return Some(block);
             } else {
@@ -56,7 +56,7 @@ pub(super) struct RunQueue {
     index: Weak<CacheIndex>,
     /// Indexed by group.
     groups: [GroupQueue; 3],
-    /// Whether no block of the run could be taken in this search.
+    /// Whether no block of the run could be removed in this search.
     pub is_passed_over: bool,
 }
 
@@ -90,14 +90,14 @@ impl RunQueue {
         }
     }
 
-    /// Counts a block of a group less, which was taken.
+    /// Counts a block of a group less, which was removed.
     pub fn removed(&mut self, group: Group) {
         self.groups[group as usize].cached -= 1;
     }
 
-    /// Takes a block that is not pinned: of a sample that is too large, or else of the rest, by the
-    /// order of the better sample.
-    pub fn take(&mut self, blocks: &BlockTable) -> Option<BlockId> {
+    /// Removes a block that is not pinned: of a sample that is too large, or else of the rest, by
+    /// the order of the better sample.
+    pub fn remove(&mut self, blocks: &BlockTable) -> Option<BlockId> {
         let cached = self.cached();
         let end = self.index.upgrade().map_or(End::Oldest, |index| index.duel().end());
         let is_large = |group: Group| self.groups[group as usize].cached * SAMPLE_DIVISOR > cached;
@@ -109,7 +109,7 @@ impl RunQueue {
                 Group::Newest => End::Newest,
                 Group::Rest => end,
             };
-            self.groups[group as usize].take(end, blocks)
+            self.groups[group as usize].remove_first(end, blocks)
         })
     }
 }

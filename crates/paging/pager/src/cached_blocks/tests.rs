@@ -62,7 +62,7 @@ fn mempool(blocks: usize) -> Arc<Mempool> {
     Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).unwrap())
 }
 
-/// Has the cache give up blocks.
+/// Drops blocks of the cache.
 fn drop_blocks(mempool: &Mempool, blocks: usize) {
     let before = mempool.cached_block_count();
     while before - mempool.cached_block_count() < blocks {

@@ -8,7 +8,7 @@ use crate::view;
 
 impl Volume {
     /// The number of consecutive pages, from `page` on and at most `max`, that are cached in
-    /// consecutive slots from `slot` on, whose block the caller has pinned. Their bytes are checked.
+    /// consecutive slots from `slot` on. The caller has pinned the block. The bytes are checked.
     pub fn cached_pages(&mut self, page: PageNumber, slot: Slot, max: usize) -> usize {
         let (_, first) = slot.block();
         let max = max.min(BLOCK_PAGES - first);
