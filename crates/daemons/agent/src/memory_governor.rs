@@ -7,7 +7,7 @@
 //! noticed and the kernel has the memory back.
 //!
 //! The page cache goes first: a gibibyte of it is returned in a tenth of a second. Pages of elastic
-//! runs must be evicted, which takes seconds, so these runs have at most half of what is idle
+//! runs must be evicted, which takes seconds, so these runs have at most a quarter of what is idle
 //! (`borrowing`).
 
 mod borrowing;

@@ -1,13 +1,13 @@
 //! How much idle memory each elastic run may have. Pure functions of what was observed.
 //!
-//! All runs together may have half of the idle memory. So when a program takes memory, the runs
-//! must return half as much as it takes, and what they have not returned yet is covered by the
-//! other half: available memory, and the page cache, which returns its memory at once.
+//! All runs together may have a quarter of the idle memory. So when a program takes memory, the
+//! runs must return a quarter of that in the same time: 125 MB/s if it takes 500 MB/s. The rest is
+//! covered by available memory, and by the page cache, which returns its memory at once.
 
 use std::collections::{BTreeMap, VecDeque};
 
 /// Part of the idle memory that elastic runs may have: 1/`LENT_DIVISOR`.
-const LENT_DIVISOR: u64 = 2;
+const LENT_DIVISOR: u64 = 4;
 /// Bytes that a run may get beyond half more than it has, so that it need not wait for the next
 /// sample.
 const HEADROOM_BYTES: u64 = 256 << 20;
@@ -156,12 +156,12 @@ mod tests {
     #[test]
     fn memory_is_returned_at_once_and_lent_after_a_second() {
         let mut idle = IdleMemory::default();
-        assert_eq!(idle.lendable(1000, 100), 450);
-        assert_eq!(idle.lendable(500, 100), 200);
+        assert_eq!(idle.lendable(1000, 100), 225);
+        assert_eq!(idle.lendable(500, 100), 100);
         for _ in 1..SAMPLES_MAX {
-            assert_eq!(idle.lendable(1000, 100), 200);
+            assert_eq!(idle.lendable(1000, 100), 100);
         }
-        assert_eq!(idle.lendable(1000, 100), 450);
+        assert_eq!(idle.lendable(1000, 100), 225);
         assert_eq!(idle.lendable(50, 100), 0);
     }
 
