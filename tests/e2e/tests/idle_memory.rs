@@ -129,6 +129,9 @@ fn an_elastic_run_has_no_more_than_its_largest_limit() {
             cluster.command().args(["limit", &pid]).args(arguments).output().expect("it can be started");
         assert!(output.status.success(), "aquifer limit failed: {}", text(&output.stderr));
     };
+    let too_small = ["limit", &run.pid().to_string(), "24M", "--max", "16M"];
+    let refused = cluster.command().args(too_small).output().expect("it can be started");
+    assert!(!refused.status.success() && text(&refused.stderr).contains("is less than"), "{refused:?}");
     limit(&["24M", "--max", "auto"]);
     await_status(&cluster, "the run to be whole", |_, run| figure(run, "resident_bytes") >= 90 * MIB);
     limit(&["32M", "--max", "32M"]);

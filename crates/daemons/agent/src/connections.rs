@@ -21,6 +21,7 @@ use aquifer_faults::serve::{OpenRunError, PagingService, Run, RunOwner};
 use aquifer_gateway::{Introduction, ListenerKind, UserChannel};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
+use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
@@ -70,6 +71,13 @@ enum RunRefusal {
     TooFewNodes { replicas: usize, count: usize },
     #[error("no memory node accepts this host, so that the program's pages would find no room: {0}")]
     NotAccepted(String),
+    #[error(
+        "the limit while the host has idle memory, {}, is less than that of --local, {}: give at least as \
+         much, or auto",
+        ByteSize(*max),
+        ByteSize(*limit)
+    )]
+    MaxBelowLimit { max: u64, limit: u64 },
     #[error(transparent)]
     Open(#[from] OpenRunError),
     #[error("the owner of the run has closed the connection: {0}")]
@@ -342,6 +350,7 @@ impl Connections {
         }
         let PeerProcess { pid, uid, pidfd } = peer;
         let owner = RunOwner { socket: Arc::clone(socket), pid, process: pidfd.map(Arc::new) };
+        check_max(open.limit_bytes, open.limit_max_bytes)?;
         let limit_max_bytes = open.limit_max_bytes.or(self.memory.limit_max_bytes);
         let run = self.service.open_run(&OpenRun { limit_max_bytes, ..open.clone() }, owner, uid)?;
         if run.limit_max_bytes().is_some() {
@@ -355,6 +364,9 @@ impl Connections {
     }
 
     fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
+        if let Err(refusal) = check_max(set.limit_bytes, set.limit_max_bytes) {
+            return Frame::Refused(refusal.to_string());
+        }
         let mut runs = self.service.runs().into_iter();
         if let Some(run) = runs.find(|run| is_visible(run.tenant(), uid) && run.has_process(set.pid)) {
             run.set_limit(set.limit_bytes, set.limit_max_bytes);
@@ -369,6 +381,14 @@ impl Connections {
                 set.pid
             )),
         }
+    }
+}
+
+/// Refuses a limit for idle memory that is below the limit itself.
+fn check_max(limit: u64, max: Option<u64>) -> Result<(), RunRefusal> {
+    match max {
+        Some(max) if max < limit => Err(RunRefusal::MaxBelowLimit { max, limit }),
+        _ => Ok(()),
     }
 }
 

@@ -147,6 +147,9 @@ impl SwapServer {
         let Some(_one) = self.request.try_lock() else {
             return Err("another change of its limit is in progress: try again".to_owned());
         };
+        if set.limit_max_bytes.is_some() {
+            return Err("kernel swap holds the run at its limit: --max is for runs without --swap".into());
+        }
         let least_bytes = self.state.lock().report.as_ref().map_or(0, |report| report.least_limit_bytes);
         if set.limit_bytes < least_bytes {
             return Err(format!(
@@ -240,6 +243,9 @@ mod tests {
                 .set_limit(SetLimit { pid: 99, limit_bytes: 0, limit_max_bytes: None }, |_| true)
                 .unwrap();
             assert!(refused.is_err_and(|reason| reason.contains("too small")));
+            let elastic = SetLimit { pid: 99, limit_bytes: 2, limit_max_bytes: Some(3) };
+            let refused = servers.set_limit(elastic, |_| true).unwrap();
+            assert!(refused.is_err_and(|reason| reason.contains("--max")), "swap cannot do that");
         });
     }
 }

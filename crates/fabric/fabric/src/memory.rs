@@ -324,8 +324,8 @@ impl Memory {
     }
 
     /// Records that a device is about to pin pages of this memory. Their memory cannot be returned
-    /// to the system from then on: the device would go on with pages that are not the memory's any
-    /// more.
+    /// to the system from then on, because the device would still access the pages that were
+    /// returned.
     pub fn pin(&self) {
         *self.is_pinned.lock() = true;
     }

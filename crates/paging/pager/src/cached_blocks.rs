@@ -144,7 +144,7 @@ impl CachedBlocks {
     }
 
     /// Removes a block whose pages have all left the cache.
-    fn remove_emptied(&mut self) -> Option<BlockId> {
+    pub fn remove_emptied(&mut self) -> Option<BlockId> {
         while let Some(block) = self.states().pop_emptied() {
             // The block may have been taken meanwhile, and even cached again. A pinned one is taken
             // in its turn.

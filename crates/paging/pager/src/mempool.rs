@@ -181,7 +181,8 @@ impl MempoolState {
         let reserve = self.reserve(user, guarantee);
         let has_free = user.blocks() < guarantee || self.free.len() > reserve;
         let block = if has_free && (may_back || !self.free.backed.is_empty()) {
-            self.free.pop().or_else(|| self.cached.remove())
+            // A block without pages is worth less in the cache than memory of the system is.
+            self.cached.remove_emptied().or_else(|| self.free.pop()).or_else(|| self.cached.remove())
         } else {
             self.cached.remove().or_else(|| if has_free { self.free.pop() } else { None })
         };
@@ -365,7 +366,7 @@ impl Mempool {
         let other = if state.cached.is_at_limit(user.uid) {
             state.cached.remove_of_user(user.uid)
         } else if has_spare {
-            state.free.pop()
+            state.cached.remove_emptied().or_else(|| state.free.pop())
         } else {
             state.cached.remove()
         };

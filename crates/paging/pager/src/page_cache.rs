@@ -29,6 +29,8 @@ struct BlockState {
     entries: AtomicU32,
     /// Number of the block's group in the duel.
     group: AtomicU32,
+    /// 1 while the block is in the list of emptied blocks, which has each block at most once.
+    is_listed: AtomicU32,
 }
 
 /// The states of all blocks of the mempool: whether they are cached, and pinned.
@@ -80,7 +82,9 @@ impl BlockStates {
 
     /// Removes a block from the list of blocks without an entry.
     pub fn pop_emptied(&self) -> Option<BlockId> {
-        self.emptied.lock().pop()
+        let block = self.emptied.lock().pop()?;
+        self.of(block).is_listed.store(0, Relaxed);
+        Some(block)
     }
 
     /// Pins a block. Returns false if it is not in the cache.
@@ -95,7 +99,8 @@ impl BlockStates {
 
     /// Counts an entry less.
     fn entry_removed(&self, block: BlockId) {
-        if self.of(block).entries.fetch_sub(1, Relaxed) == 1 {
+        let state = self.of(block);
+        if state.entries.fetch_sub(1, Relaxed) == 1 && state.is_listed.swap(1, Relaxed) == 0 {
             self.emptied.lock().push(block);
         }
     }

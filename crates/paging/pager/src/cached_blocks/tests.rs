@@ -119,6 +119,23 @@ fn a_block_without_entries_is_given_away_first() {
 }
 
 #[test]
+fn emptied_blocks_are_used_again_before_free_ones() {
+    let mempool = mempool(64);
+    let run = TestRun::new(&mempool, 1);
+    let block = mempool.allocate(&run.user, 0).unwrap();
+    let index = run.slabs.cache().unwrap();
+    let location = run.occupy(1);
+    // The page returns to its program each time.
+    (0..1000).fold(block, |block, _| {
+        let other = mempool.exchange(&run.user, block, index, &[(3, location)]);
+        run.slabs.uncache_held(location);
+        other
+    });
+    let backed = mempool.backed_bytes() / BLOCK_BYTES as u64;
+    assert!(backed <= 3, "{backed} blocks were used");
+}
+
+#[test]
 fn a_page_of_two_programs_stays_when_one_holds_it() {
     let mempool = mempool(8);
     let run = TestRun::new(&mempool, 1);
