@@ -41,7 +41,7 @@ aquifer_mutation::mutations! {
         AcknowledgeEarly,
         /// The sender reports a batch as written when the first replica has acknowledged it.
         AcknowledgeFirst,
-        /// A replica is kept although it lacks a WRITE, because its node was away.
+        /// Pages count as written although a replica lacks them, because its node was away.
         KeepIncomplete,
         /// A slab is copied to a new replica while it is being filled.
         CopyWhileWriting,

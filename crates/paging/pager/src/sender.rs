@@ -4,7 +4,7 @@
 //! The front end copies a batch into its block of the mempool. [`Sender::stage`] examines the
 //! pages, and [`Sender::advance`] posts WRITEs and collects acknowledgements without waiting.
 //! Several batches are in flight at once, and adjacent pages are written by one WRITE. A page is
-//! written to another slab if no replica acknowledged it.
+//! written to another slab if a replica of its slab does not acknowledge it.
 //!
 //! - `collect` applies what has completed.
 //! - `confirm` checks that the clean copies of unchanged pages still exist.
@@ -95,8 +95,8 @@ pub struct SenderStats {
     pub vacated_slabs: u64,
     /// Number of times that the operations of a node were abandoned because it did not answer.
     pub node_timeouts: u64,
-    /// Replicas that were dropped because they lack a WRITE.
-    pub incomplete_replicas: u64,
+    /// Pages that were written again because a replica had not acknowledged them.
+    pub rewritten_pages: u64,
 }
 
 /// The sender of one run. One thread uses it.

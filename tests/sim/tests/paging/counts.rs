@@ -44,10 +44,10 @@ pub struct PagingCounts {
     /// Nodes that fenced our host.
     pub expiries: u64,
     pub absences: u64,
-    /// Nodes that the sender dropped because they did not answer, and replicas that were dropped
-    /// because they lacked a WRITE.
+    /// Nodes whose operations the sender abandoned because they did not answer, and pages that it
+    /// wrote again.
     pub dropped_nodes: u64,
-    pub incomplete: u64,
+    pub rewritten: u64,
     /// Forks after which pages were write-protected, and answers that permitted writes.
     pub protections: u64,
     pub unprotected: u64,
@@ -93,7 +93,7 @@ impl PagingCounts {
             ("nodes that fenced the host", self.expiries),
             ("nodes that were away", self.absences),
             ("nodes that the sender dropped", self.dropped_nodes),
-            ("replicas that lacked a WRITE", self.incomplete),
+            ("pages that were written again", self.rewritten),
             ("forks that were protected", self.protections),
             ("writes to protected pages", self.unprotected),
             ("waits of a thread that pins a page", self.pins_awaited),
@@ -134,7 +134,7 @@ impl PagingCounts {
         self.expiries += other.expiries;
         self.absences += other.absences;
         self.dropped_nodes += other.dropped_nodes;
-        self.incomplete += other.incomplete;
+        self.rewritten += other.rewritten;
         self.protections += other.protections;
         self.unprotected += other.unprotected;
         self.pins_awaited += other.pins_awaited;

@@ -37,7 +37,7 @@ use schedule::run;
 const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",
     play: run,
-    regressions: &[290_254_544_516, 865_554_945_951, 299_394_557_480, 889_168_747_441, 406_009_922_251],
+    regressions: &[290_254_544_516, 865_554_945_951, 299_394_557_480, 889_168_747_441, 406_009_922_251, 5531],
     mutations: &[
         Mutation::ReclaimUnacknowledged,
         Mutation::KeepDiscarded,

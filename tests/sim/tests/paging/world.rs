@@ -339,7 +339,7 @@ impl PagingWorld {
         self.counts.copied += sent.copied_slabs;
         self.counts.repaired += sent.repaired_pages;
         self.counts.dropped_nodes += sent.node_timeouts;
-        self.counts.incomplete += sent.incomplete_replicas;
+        self.counts.rewritten += sent.rewritten_pages;
     }
 
     /// Runs one turn of the sender's thread.

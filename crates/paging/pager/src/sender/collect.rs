@@ -8,6 +8,7 @@ use super::batch::{BatchWrite, bits};
 use super::heal::Healer;
 use super::{HEAL_WORK_ID, Sender};
 use crate::mempool::BLOCK_PAGES;
+use crate::mutation::Mutation;
 
 impl Sender {
     /// Polls all ports, applies the completions, and drops the nodes of failed operations.
@@ -80,23 +81,26 @@ impl Sender {
         is_done
     }
 
-    /// Ends the page groups of which an operation has failed. If no replica that acknowledged them
-    /// is left, their pages are written again.
+    /// Ends the page groups of which an operation has failed. If a replica that is left lacks them,
+    /// or none is left, their pages are written again.
     fn end_failed_groups(&mut self) {
-        for at in 0..self.batches.len() {
-            for first in bits(self.batches[at].failed_groups) {
-                let batch = &mut self.batches[at];
+        for batch in &mut self.batches {
+            for first in bits(batch.failed_groups) {
                 if batch.group_outstanding[first] > 0 {
                     continue;
                 }
                 batch.failed_groups &= !(1 << first);
                 batch.awaited_groups &= !(1 << first);
                 let slab = batch.locations[first].expect("it was posted to a location").slab();
-                let acknowledged = batch.group_acknowledged[first];
-                if self.slabs.replicas(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
-                    self.drop_incomplete_replicas(at, first);
-                } else {
-                    batch.rewrite(&self.slabs, batch.group_pages[first]);
+                let places = self.slabs.replicas(slab).placed().map(|(place, _)| 1 << place);
+                let left: u8 = places.fold(0, |left, place| left | place);
+                let acknowledged = left & batch.group_acknowledged[first];
+                // A node that did not confirm clean copies may have them nevertheless.
+                let may_lack = batch.is_confirming(first) || Mutation::KeepIncomplete.is_active();
+                if acknowledged == 0 || acknowledged != left && !may_lack {
+                    let pages = batch.group_pages[first];
+                    self.stats.rewritten_pages += u64::from(pages.count_ones());
+                    batch.rewrite(&self.slabs, pages);
                 }
             }
         }

@@ -6,8 +6,8 @@
 //!
 //! - Slabs with a replica on the node are not filled. So their replicas there stay complete, and
 //!   count again when the node answers.
-//! - A replica that lacks a WRITE is dropped if another replica has it. Otherwise the pages are
-//!   written to other slabs.
+//! - Pages that a suspended node has not acknowledged are written to other slabs, even if another
+//!   node has them: without the old replica, the loss of the other nodes would lose the whole slab.
 //! - No page is copied to or from the node. If its memory is lost, an operation ends with another
 //!   error, and the node is dropped.
 //!
@@ -20,7 +20,6 @@ use aquifer_pool::{AnswerTimeout, Clock, NodeId};
 
 use super::Sender;
 use super::batch::BatchWrite;
-use crate::mutation::Mutation;
 use crate::ports::Connector;
 use crate::slabs::SlabSet;
 
@@ -148,26 +147,6 @@ impl Sender {
                     self.stats.node_timeouts += 1;
                     self.answer_waits.lengthen(now);
                 }
-            }
-        }
-    }
-
-    /// Drops the replicas that lack a page group which another replica has.
-    pub(super) fn drop_incomplete_replicas(&mut self, at: usize, first: usize) {
-        let batch = &self.batches[at];
-        let failed_places = batch.group_failed[first];
-        if failed_places == 0 || batch.is_confirming(first) || Mutation::KeepIncomplete.is_active() {
-            return;
-        }
-        let slab = batch.locations[first].expect("it was posted to a location").slab();
-        for (place, replica) in self.slabs.replicas(slab).placed() {
-            if failed_places & 1 << place != 0 {
-                self.filler.drop_replica(slab, replica.node);
-                // A leak scan frees the replica when the node has returned.
-                self.pool.suspect_leak(replica.node);
-                self.stats.incomplete_replicas += 1;
-                self.healer.search_soon();
-                self.count_suspended_slabs();
             }
         }
     }
