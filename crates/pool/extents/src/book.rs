@@ -182,3 +182,22 @@ impl Book {
         crate::model_tests::kill_point();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damaged_entries_of_a_book_are_skipped() {
+        let book = Book::new().expect("memory");
+        let extent = Extent { node: NodeId(1), addr: 8192, class: SizeClass::CHUNK, key: Key(7) };
+        book.insert(0, &extent, ExtentState::InUse, 3);
+        book.insert(2, &extent, ExtentState::Stocked, 4);
+        let fd = book.memory().fd().try_clone_to_owned().expect("a descriptor");
+        let memory = Memory::whole(fd).expect("a mapping");
+        memory.atomic_u64(64 + 16).store(77, Relaxed);
+        let entries: Vec<_> = Book::recover(memory).expect("a book").entries().collect();
+        assert_eq!(entries.len(), 1);
+        assert!(Book::recover(Memory::create("none", 4096).expect("memory")).is_err());
+    }
+}

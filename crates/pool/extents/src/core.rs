@@ -42,9 +42,9 @@ pub(crate) trait ExtentPool {
     /// Allocates this number of neighbouring sections.
     fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, RingStatus>;
 
-    /// Number of freed sections that nodes still have to clear; `None` if no node will have room
-    /// for a stretch of `sections` after that.
-    fn sections_to_clear(&self, sections: u32) -> Option<u32>;
+    /// A number that changes with each freed section that a node clears; `None` if no node will
+    /// have room for a stretch of `sections` when all is cleared.
+    fn clearing_progress(&self, sections: u32) -> Option<u64>;
 
     /// The log record in the extent's control word, for [`Self::resume_free`].
     fn last_record(&self, extent: Extent) -> u32;

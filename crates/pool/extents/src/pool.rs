@@ -274,9 +274,9 @@ impl ExtentPool for ConnectedPool {
         self.allocate_with(|client, node| client.allocate_stretch(node, sections))
     }
 
-    fn sections_to_clear(&self, sections: u32) -> Option<u32> {
-        let of_nodes = self.client.nodes().filter_map(|node| self.client.sections_to_clear(node, sections));
-        of_nodes.reduce(|one, other| one + other)
+    fn clearing_progress(&self, sections: u32) -> Option<u64> {
+        let of_nodes = self.client.nodes().filter_map(|node| self.client.clearing_progress(node, sections));
+        of_nodes.reduce(u64::wrapping_add)
     }
 
     fn last_record(&self, extent: Extent) -> u32 {

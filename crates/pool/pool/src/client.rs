@@ -320,14 +320,13 @@ impl PoolClient {
         Ok(Stretch { first: self.node(id)?.extent(grant), sections })
     }
 
-    /// The number of sections that the node has yet to clear before a stretch of `sections` may be
-    /// free.
+    /// A number that changes with each section that the node clears.
     ///
-    /// Computed from the cached words. Offline sections count as sections to be cleared. `None` if
-    /// no such stretch would be free even then.
+    /// Computed from the cached words. `None` if no stretch of `sections` will be free when all is
+    /// cleared. Offline sections count as sections that are being cleared.
     #[must_use]
-    pub fn sections_to_clear(&self, id: NodeId, sections: u32) -> Option<u32> {
-        self.nodes.get(&id)?.cache.sections_to_clear(sections)
+    pub fn clearing_progress(&self, id: NodeId, sections: u32) -> Option<u64> {
+        self.nodes.get(&id)?.cache.clearing_progress(sections)
     }
 
     fn run_alloc<M: StateMachine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {

@@ -17,8 +17,8 @@ const BATCH_EXTENTS_MAX: usize = 64;
 const BATCH_BYTES_MAX: u64 = 1 << 20;
 /// Interval at which the session checks whether nodes have cleared freed sections.
 const CLEARING_INTERVAL: Duration = Duration::from_millis(20);
-/// Time without progress after which the session no longer waits for nodes to clear sections. A
-/// node that shares its processor with others may not run for a while.
+/// Time without a cleared section after which the session no longer waits for nodes to clear
+/// sections. A node that shares its processor with others may not run for a while.
 const CLEARING_STALLED: Duration = Duration::from_secs(3);
 /// Maximum time for which a stretch waits for nodes to clear sections.
 const CLEARING_MAX: Duration = Duration::from_secs(10);
@@ -67,17 +67,19 @@ impl<P: ExtentPool> SessionCore<P> {
     /// A section that another tenant has freed cannot be allocated before its node has cleared it.
     fn allocate_cleared_stretch(&mut self, sections: u32, request: u64) -> Result<Extent, RingStatus> {
         let began = self.pool.now();
-        let (mut fewest_left, mut progress_at) = (u32::MAX, began);
+        let (mut progress, mut progress_at) = (None, began);
         loop {
             let stretch =
                 self.retry_without_stock(|session| session.allocate_stretch_from_pool(sections, request));
             if stretch != Err(RingStatus::Full) || self.pool.now() - began > CLEARING_MAX {
                 return stretch;
             }
-            let Some(left) = self.pool.sections_to_clear(sections) else { return stretch };
+            let found = self.pool.clearing_progress(sections);
             let now = self.pool.now();
-            if left < fewest_left {
-                (fewest_left, progress_at) = (left, now);
+            if found.is_none() {
+                return stretch;
+            } else if found != progress {
+                (progress, progress_at) = (found, now);
             } else if now - progress_at > CLEARING_STALLED {
                 return stretch;
             }

@@ -60,18 +60,19 @@ impl NodeCache {
         None
     }
 
-    /// The number of sections that the node is clearing, or has yet to clear for this tenant.
-    /// `None` if `count` neighbouring sections would not be free even then.
-    pub(crate) fn sections_to_clear(&self, count: u32) -> Option<u32> {
-        let (mut run, mut longest, mut to_clear) = (0, 0, 0);
+    /// A number that changes with each section that the node clears. `None` if `count` neighbouring
+    /// sections will not be free when all is cleared.
+    pub(crate) fn clearing_progress(&self, count: u32) -> Option<u64> {
+        let (mut run, mut longest, mut progress) = (0, 0, 0_u64);
         for (word, foreign) in self.sections.iter().zip(&self.foreign) {
-            let is_empty = word.empty_spans() == u16::MAX;
             // The node clears a section group by group, so its record is in the word.
-            let is_being_cleared = word.log().ok().flatten().is_some_and(|log| log.host == Host::NODE);
-            run = if is_empty || is_being_cleared { run + 1 } else { 0 };
+            let is_of_node = word.log().ok().flatten().is_some_and(|log| log.host == Host::NODE);
+            run = if word.empty_spans() == u16::MAX || is_of_node { run + 1 } else { 0 };
             longest = longest.max(run);
-            to_clear += u32::from(!is_empty && is_being_cleared || is_empty && *foreign != 0);
+            // Changes by others, of which a busy node has many, do not count.
+            let word = if is_of_node { word.0 } else { 0 };
+            progress = progress.wrapping_add(word).wrapping_add(foreign.count_ones().into());
         }
-        (longest >= count).then_some(to_clear)
+        (longest >= count).then_some(progress)
     }
 }
