@@ -12,7 +12,10 @@
 
 mod borrowing;
 mod elastic_runs;
+mod mutation;
 mod pressure;
+#[cfg(test)]
+mod simulator_tests;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,6 +28,7 @@ use aquifer_pager::Mempool;
 use rustix::event::{EventfdFlags, eventfd};
 
 use elastic_runs::ElasticRuns;
+use mutation::Mutation;
 use pressure::PressureWatch;
 
 /// Interval at which the governor looks at the available memory.
@@ -68,10 +72,14 @@ impl CacheGovernor {
     /// The number of bytes that the mempool may have, which has `backed` now, while `available` are
     /// available.
     fn mempool_max(&mut self, backed: u64, available: u64, has_pressure: bool) -> u64 {
-        if has_pressure && available < self.keep_free.saturating_mul(PRESSURE_FACTOR) {
+        if has_pressure
+            && !Mutation::IgnorePressure.is_active()
+            && available < self.keep_free.saturating_mul(PRESSURE_FACTOR)
+        {
             self.under_pressure = Some((backed - backed / PRESSURE_DIVISOR, PRESSURE_INTERVALS));
         }
-        let affordable = backed.saturating_add(available).saturating_sub(self.keep_free);
+        let kept_free = if Mutation::FillAll.is_active() { 0 } else { self.keep_free };
+        let affordable = backed.saturating_add(available).saturating_sub(kept_free);
         let Some((max, intervals)) = self.under_pressure else { return affordable };
         self.under_pressure = intervals.checked_sub(1).map(|left| (max, left));
         affordable.min(max)

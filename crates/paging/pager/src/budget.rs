@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 
 use crate::mempool::{BLOCK_PAGES, MempoolUser};
 use crate::mempool_share::MempoolShare;
+use crate::mutation::Mutation;
 use crate::page::PAGE_BYTES;
 
 /// The smallest limit: below it a dynamically linked program cannot even start.
@@ -22,6 +23,8 @@ const SHARE_BLOCKS_MIN: u64 = 4;
 const SHARE_DIVISOR: u64 = 32;
 /// Number of blocks of the largest share. Write-back does not get faster with more.
 const SHARE_BLOCKS_MAX: u64 = 256;
+/// Part of the evicted pages by which a run that returns memory may grow: 1/`REGROWTH_DIVISOR`.
+const REGROWTH_DIVISOR: u64 = 8;
 
 /// The resident pages and mempool blocks that one run may have. All counts are in pages.
 #[derive(Debug)]
@@ -91,6 +94,18 @@ impl Budget {
         self.borrowed_target.store(target.min(max), Relaxed);
         self.borrowed_max.store(max, Relaxed);
         self.note_allowed();
+    }
+
+    /// Counts pages that were evicted. While the run is above its target, its maximum falls by most
+    /// of them: a run whose threads always want more would otherwise return nothing.
+    pub fn note_evicted(&self, pages: u64) {
+        let target = self.borrowed_target.load(Relaxed);
+        if self.borrowed_max() <= target || Mutation::LetGrow.is_active() {
+            return;
+        }
+        let less = |max: u64| Some(max.saturating_sub(pages - pages / REGROWTH_DIVISOR).max(target));
+        // It cannot fail: the closure always returns a number.
+        let _before = self.borrowed_max.fetch_update(Relaxed, Relaxed, less);
     }
 
     fn note_allowed(&self) {
@@ -336,6 +351,10 @@ mod tests {
         budget.set_borrowed(950, 100);
         assert_eq!((budget.excess(), budget.surplus(0)), (0, 800));
         assert_eq!((budget.resident_max(), budget.resident_target()), (guaranteed + 950, guaranteed + 100));
+        budget.note_evicted(64);
+        assert_eq!(budget.resident_max(), guaranteed + 950 - 56, "an eighth may return");
+        budget.note_evicted(5000);
+        assert_eq!(budget.resident_max(), guaranteed + 100);
         budget.set_borrowed(0, 0);
         assert_eq!(budget.excess(), 900);
         assert_eq!(budget.allowed_peak(), guaranteed + 1000);

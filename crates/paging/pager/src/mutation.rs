@@ -97,6 +97,8 @@ aquifer_mutation::mutations! {
         KeepStale,
         /// A cached block is given away although a reader has pinned it.
         PunchPinned,
+        /// A run that returns memory may grow by as much as is evicted.
+        LetGrow,
         /// A page table is recovered although a tree node is linked twice.
         AcceptLinkedTwice,
     }

@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use super::mutation::Mutation;
+
 /// Part of the idle memory that elastic runs may have: 1/`LENT_DIVISOR`.
 const LENT_DIVISOR: u64 = 4;
 /// Bytes that a run may get beyond half more than it has, so that it need not wait for the next
@@ -14,6 +16,9 @@ const HEADROOM_BYTES: u64 = 256 << 20;
 /// Number of samples of which the least idle memory counts: runs return memory at once and get more
 /// after a second.
 const SAMPLES_MAX: usize = 10;
+/// Bytes that a run which is returning memory may grow until the next sample, before its threads
+/// wait for evictions.
+const GROWTH_BYTES: u64 = 16 << 20;
 
 /// The activity of a run. Idle runs return memory first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -32,6 +37,8 @@ pub(super) struct Borrower {
     pub range: u64,
     /// Bytes that it has beyond its limit.
     pub borrowed: u64,
+    /// Most bytes that it could have beyond its limit until now.
+    pub max: u64,
     pub activity: Activity,
 }
 
@@ -42,28 +49,61 @@ impl Borrower {
     }
 }
 
-/// The last samples of the idle memory.
-#[derive(Debug, Default)]
-pub(super) struct IdleMemory {
+/// The limits of what a run may have beyond its own limit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct BorrowLimits {
+    /// Most bytes. Threads wait for evictions if the run grows beyond.
+    pub max: u64,
+    /// Bytes above which pages are evicted, at most `max`.
+    pub target: u64,
+}
+
+/// Lends idle memory, by the last samples of it.
+#[derive(Debug)]
+pub(super) struct Lender {
+    keep_free: u64,
     samples: VecDeque<u64>,
 }
 
-impl IdleMemory {
+impl Lender {
+    /// A lender that leaves `keep_free` bytes of the idle memory free.
+    pub fn new(keep_free: u64) -> Self {
+        Self { keep_free, samples: VecDeque::with_capacity(SAMPLES_MAX) }
+    }
+
+    /// Lends idle memory: returns the limits of each borrower from now on. `idle` bytes are idle,
+    /// and no run has them.
+    pub fn lend(&mut self, idle: u64, borrowers: &[Borrower]) -> Vec<BorrowLimits> {
+        let borrowed = borrowers.iter().fold(0u64, |sum, run| sum.saturating_add(run.borrowed));
+        let lendable = self.lendable(idle.saturating_add(borrowed));
+        let allowed = allowances(borrowers, lendable);
+        borrowers.iter().zip(allowed).map(|(run, allowed)| next_limits(run, allowed)).collect()
+    }
+
     /// Records a sample: `idle` bytes are idle, or borrowed by runs. Returns the number of bytes
-    /// that all runs may have; `keep_free` bytes of the idle memory stay free.
-    pub fn lendable(&mut self, idle: u64, keep_free: u64) -> u64 {
+    /// that all runs may have.
+    fn lendable(&mut self, idle: u64) -> u64 {
         if self.samples.len() == SAMPLES_MAX {
             self.samples.pop_front();
         }
         self.samples.push_back(idle);
         let least = self.samples.iter().min().copied().unwrap_or(0);
-        least.saturating_sub(keep_free) / LENT_DIVISOR
+        let divisor = if Mutation::LendAll.is_active() { 1 } else { LENT_DIVISOR };
+        least.saturating_sub(self.keep_free) / divisor
     }
+}
+
+/// The next limits of a run that is allowed `allowed` bytes.
+fn next_limits(run: &Borrower, allowed: u64) -> BorrowLimits {
+    // What a run has cannot be below its limit at once, and its threads should not wait for that.
+    let until_evicted = run.max.min(run.borrowed.saturating_add(GROWTH_BYTES));
+    let max = if Mutation::ShrinkAtOnce.is_active() { allowed } else { allowed.max(until_evicted) };
+    BorrowLimits { max, target: allowed }
 }
 
 /// Divides `lendable` bytes among the borrowers: first what they can use soon, the most active
 /// first, then the rest. Users share equally, and so do the runs of a user.
-pub(super) fn allowances(borrowers: &[Borrower], lendable: u64) -> Vec<u64> {
+fn allowances(borrowers: &[Borrower], lendable: u64) -> Vec<u64> {
     let mut allowed = vec![0; borrowers.len()];
     let mut left = lendable;
     let passes: [fn(&Borrower) -> u64; 2] = [Borrower::wanted, |borrower| borrower.range];
@@ -125,7 +165,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn borrower(owner: u32, range: u64, borrowed: u64, activity: Activity) -> Borrower {
-        Borrower { owner, range: range * MIB, borrowed: borrowed * MIB, activity }
+        Borrower { owner, range: range * MIB, borrowed: borrowed * MIB, max: range * MIB, activity }
     }
 
     #[test]
@@ -155,14 +195,28 @@ mod tests {
 
     #[test]
     fn memory_is_returned_at_once_and_lent_after_a_second() {
-        let mut idle = IdleMemory::default();
-        assert_eq!(idle.lendable(1000, 100), 225);
-        assert_eq!(idle.lendable(500, 100), 100);
+        let mut lender = Lender::new(100);
+        assert_eq!(lender.lendable(1000), 225);
+        assert_eq!(lender.lendable(500), 100);
         for _ in 1..SAMPLES_MAX {
-            assert_eq!(idle.lendable(1000, 100), 100);
+            assert_eq!(lender.lendable(1000), 100);
         }
-        assert_eq!(idle.lendable(1000, 100), 225);
-        assert_eq!(idle.lendable(50, 100), 0);
+        assert_eq!(lender.lendable(1000), 225);
+        assert_eq!(lender.lendable(50), 0);
+    }
+
+    #[test]
+    fn a_run_returns_memory_without_a_wait() {
+        let next = |max: u64, borrowed: u64, allowed: u64| {
+            let run = Borrower { max: max * MIB, ..borrower(1, 1000, borrowed, Activity::High) };
+            let BorrowLimits { max, target } = next_limits(&run, allowed * MIB);
+            (max / MIB, target / MIB)
+        };
+        assert_eq!(next(0, 0, 20), (20, 20), "it gets more at once");
+        assert_eq!(next(360, 320, 4), (320 + GROWTH_BYTES / MIB, 4));
+        assert_eq!(next(320, 319, 4), (320, 4), "it does not grow");
+        assert_eq!(next(320, 160, 4), (160 + GROWTH_BYTES / MIB, 4));
+        assert_eq!(next(4, 2, 4), (4, 4));
     }
 
     proptest! {

@@ -8,7 +8,7 @@ use aquifer_faults::serve::Run;
 use aquifer_host_memory::CgroupMemory;
 use aquifer_pager::PAGE_BYTES;
 
-use super::borrowing::{Activity, Borrower, IdleMemory, allowances};
+use super::borrowing::{Activity, Borrower, Lender};
 
 /// Interval at which the processor time of runs, and their cgroups, are read.
 const OBSERVE_INTERVAL: Duration = Duration::from_secs(1);
@@ -23,9 +23,6 @@ const HIGH_PROCESSORS: f64 = 0.25;
 /// Time for which a program has waited for a fault, roughly: a run that waits for its pages is not
 /// idle, though it uses no processor.
 const FAULT_S: f64 = 20e-6;
-/// Pages that a run which is giving memory back may grow until the next look, before its threads
-/// wait for evictions.
-const GROWTH_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
 /// Part of the limit of a run's cgroup that the run leaves free: 1/`CGROUP_FREE_DIVISOR`.
 const CGROUP_FREE_DIVISOR: u64 = 16;
 
@@ -43,7 +40,12 @@ struct ObservedRun {
 impl ObservedRun {
     /// A run that was not observed before counts as active.
     fn first(run: &Run) -> Self {
-        Self { ticks: run.processor_ticks(), faults: 0, processors: 1.0, cgroup_remaining: remaining_of(run) }
+        Self {
+            ticks: run.processor_ticks(),
+            faults: run.fault_count(),
+            processors: 1.0,
+            cgroup_remaining: remaining_of(run),
+        }
     }
 
     /// Observes the run `seconds` after the last time.
@@ -80,8 +82,7 @@ fn remaining_of(run: &Run) -> Option<u64> {
 /// The elastic runs of the host.
 #[derive(Debug)]
 pub(super) struct ElasticRuns {
-    keep_free: u64,
-    idle: IdleMemory,
+    lender: Lender,
     /// By the number of the run.
     observed: HashMap<u64, ObservedRun>,
     observed_at: Instant,
@@ -89,7 +90,7 @@ pub(super) struct ElasticRuns {
 
 impl ElasticRuns {
     pub fn new(keep_free: u64) -> Self {
-        Self { keep_free, idle: IdleMemory::default(), observed: HashMap::new(), observed_at: Instant::now() }
+        Self { lender: Lender::new(keep_free), observed: HashMap::new(), observed_at: Instant::now() }
     }
 
     /// Sets how much each elastic run may have, while `idle` bytes are idle that no run has.
@@ -99,12 +100,8 @@ impl ElasticRuns {
         self.observe(&runs);
         let count = runs.len() as u64;
         let borrowers: Vec<_> = runs.iter().map(|run| self.borrower(run, count)).collect();
-        let borrowed = borrowers.iter().fold(0u64, |sum, run| sum.saturating_add(run.borrowed));
-        let lendable = self.idle.lendable(idle.saturating_add(borrowed), self.keep_free);
-        for (run, allowed) in runs.iter().zip(allowances(&borrowers, lendable)) {
-            let budget = run.budget();
-            let (max, target) = next_limits(budget.borrowed_max(), budget.borrowed(), pages(allowed));
-            budget.set_borrowed(max, target);
+        for (run, limits) in runs.iter().zip(self.lender.lend(idle, &borrowers)) {
+            run.budget().set_borrowed(pages(limits.max), pages(limits.target));
         }
     }
 
@@ -136,6 +133,7 @@ impl ElasticRuns {
             owner: run.id_owner(),
             range: range.min(in_cgroup),
             borrowed,
+            max: budget.borrowed_max().saturating_mul(page),
             activity: observed.activity(),
         }
     }
@@ -143,27 +141,4 @@ impl ElasticRuns {
 
 fn pages(bytes: u64) -> u64 {
     bytes / PAGE_BYTES as u64
-}
-
-/// The most pages that a run may borrow now, and the number that it should have soon, if it could
-/// have `max` until now, has `borrowed`, and is allowed `allowed`.
-fn next_limits(max: u64, borrowed: u64, allowed: u64) -> (u64, u64) {
-    // What a run has cannot be below its limit at once, and its threads should not wait for that.
-    let until_evicted = max.min(borrowed.saturating_add(GROWTH_PAGES));
-    (allowed.max(until_evicted), allowed)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_run_gives_memory_back_without_a_wait() {
-        assert_eq!(next_limits(0, 0, 5000), (5000, 5000), "it gets more at once");
-        assert_eq!(next_limits(90_000, 80_000, 1000), (80_000 + GROWTH_PAGES, 1000));
-        assert_eq!(next_limits(80_000, 79_000, 1000), (80_000, 1000), "it does not grow");
-        assert_eq!(next_limits(80_000, 40_000, 1000), (40_000 + GROWTH_PAGES, 1000));
-        assert_eq!(next_limits(44_000, 500, 1000), (500 + GROWTH_PAGES, 1000));
-        assert_eq!(next_limits(1000, 500, 1000), (1000, 1000));
-    }
 }
