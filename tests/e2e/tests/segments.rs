@@ -109,6 +109,15 @@ pub(super) fn end(program: Child) -> String {
     text(&output.stdout)
 }
 
+/// Waits until all programs have ended well. Returns what they have printed.
+fn end_all(programs: Vec<Child>) -> String {
+    let outputs: Vec<_> =
+        programs.into_iter().map(|program| program.wait_with_output().expect("it was started")).collect();
+    let errors: Vec<_> = outputs.iter().map(|output| (output.status, text(&output.stderr))).collect();
+    assert!(outputs.iter().all(|output| output.status.success()), "{errors:?}");
+    outputs.iter().map(|output| text(&output.stdout)).collect()
+}
+
 /// Two programs that hand a ring to each other.
 pub(super) struct Relay(Vec<Child>);
 
@@ -131,7 +140,7 @@ impl Relay {
 
     /// Waits for the ends of the programs, and checks their results.
     pub fn assert_success(self, turns: u32) {
-        let printed: String = self.0.into_iter().map(end).collect();
+        let printed = end_all(self.0);
         assert!(printed.starts_with(&format!("{turns} turns, {turns}000 visits")), "{printed}");
     }
 }
@@ -169,7 +178,7 @@ impl WordCounts {
 
     /// Waits for the ends of the programs, which compare the counts themselves.
     pub fn assert_success(self) {
-        let printed: String = self.players.into_iter().map(end).collect();
+        let printed = end_all(self.players);
         let middle = format!(" in {} partitions, ", self.partitions);
         let moves = printed.trim().rsplit_once(&middle);
         let moves = moves.and_then(|(_, moves)| moves.strip_suffix(" hand-overs"));

@@ -196,7 +196,7 @@ impl PagingSchedule {
             world.counts.slow += u64::from(world.cluster.slow(&mut world.rng));
         }
         for _ in 0..if world.cluster.replicas > 1 && self.faults_planned.damage { 8 } else { 0 } {
-            world.counts.damages += u64::from(world.cluster.damage(&mut world.rng));
+            world.damage();
         }
     }
 
@@ -324,9 +324,7 @@ impl PagingSchedule {
             6 if faults_planned.expiry => world.fence_one(),
             0 if faults_planned.crashes && world.rng.chance(1, 2) => world.crash(),
             5 if faults_planned.slow => world.counts.slow += u64::from(world.cluster.slow(&mut world.rng)),
-            1 if faults_planned.damage => {
-                world.counts.damages += u64::from(world.cluster.damage(&mut world.rng));
-            }
+            1 if faults_planned.damage => world.damage(),
             2 if faults_planned.full && !world.cluster.is_full() => {
                 world.cluster.fill_up(&mut world.rng);
                 world.counts.full += 1;

@@ -412,6 +412,14 @@ impl PagingWorld {
         self.sending.sender.stats().degraded_slabs == 0 && slabs.flat_map(SlabReplicas::iter).all(lives)
     }
 
+    /// Damages a page on a node. With replicas, only while each slab has all of them: a damaged
+    /// page without another replica is lost.
+    pub fn damage(&mut self) {
+        if self.cluster.replicas == 1 || self.has_all_replicas() {
+            self.counts.damages += u64::from(self.cluster.damage(&mut self.rng));
+        }
+    }
+
     /// Replicas that their nodes have lost, and the nodes that the sender uses.
     pub fn describe_missing_replicas(&self) -> String {
         let slabs = (0..SLABS_MAX)
