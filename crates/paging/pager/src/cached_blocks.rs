@@ -1,13 +1,17 @@
 //! The order of the cached blocks: which one is given away when the mempool needs a block.
 //!
 //! A block of the user with the most cached blocks for its weight is dropped, so that no user can
-//! push out pages of others; within a user, one of the run with the most. This is the run's oldest
-//! or newest block: `duel`.
+//! push out pages of others; within a user, one of the run with the most. If blocks of the run
+//! have room for the pages of a sparse one, they are moved there (`merge`). Otherwise the run's
+//! oldest or newest block is dropped: `duel`.
 
 pub(crate) mod duel;
+mod merge;
 mod run_queue;
 
 use std::sync::{Arc, Weak};
+
+use aquifer_fabric::Memory;
 
 use crate::cache_shares::CacheShares;
 use crate::mempool::{BLOCK_PAGES, BlockId};
@@ -31,11 +35,19 @@ struct CachedBlock {
 struct BlockTable {
     states: Arc<BlockStates>,
     list: Vec<Option<CachedBlock>>,
+    /// For each slot the location and 1, or 0 if there was no entry.
+    locations: Vec<u32>,
+    /// The memory of the slots.
+    memory: Arc<Memory>,
 }
 
 impl BlockTable {
     fn of(&self, block: BlockId) -> Option<&CachedBlock> {
         self.list[block.0 as usize].as_ref()
+    }
+
+    fn locations_of(&mut self, block: BlockId) -> &mut [u32] {
+        &mut self.locations[block.0 as usize * BLOCK_PAGES..][..BLOCK_PAGES]
     }
 }
 
@@ -52,26 +64,28 @@ struct UserQueues {
 #[derive(Debug)]
 pub(crate) struct CachedBlocks {
     blocks: BlockTable,
-    /// For each slot the location and 1, or 0 if there was no entry.
-    locations: Vec<u32>,
     users: Vec<UserQueues>,
     shares: CacheShares,
     sequence: u64,
     cached: usize,
+    /// The state of a xorshift generator.
+    random: u64,
 }
 
 impl CachedBlocks {
-    pub fn new(blocks: usize) -> Self {
+    /// No cached blocks, of a mempool with `blocks` blocks in `memory`.
+    pub fn new(blocks: usize, memory: Arc<Memory>) -> Self {
         let mut list = Vec::new();
         list.resize_with(blocks, || None);
+        // Memory that is zero from the system, and used only where blocks are cached.
+        let locations = vec![0; blocks * BLOCK_PAGES];
         Self {
-            blocks: BlockTable { states: Arc::new(BlockStates::new(blocks)), list },
-            // Memory that is zero from the system, and used only where blocks are cached.
-            locations: vec![0; blocks * BLOCK_PAGES],
+            blocks: BlockTable { states: Arc::new(BlockStates::new(blocks)), list, locations, memory },
             users: Vec::new(),
             shares: CacheShares::default(),
             sequence: 0,
             cached: 0,
+            random: 1,
         }
     }
 
@@ -119,7 +133,7 @@ impl CachedBlocks {
         let (sequence, group) = (self.sequence, Group::of(self.sequence));
         let cached = CachedBlock { uid, index: Arc::downgrade(index), group, sequence };
         self.blocks.list[block.0 as usize] = Some(cached);
-        let locations = self.locations_of(block);
+        let locations = self.blocks.locations_of(block);
         locations.fill(0);
         entries.iter().for_each(|(at, location)| locations[*at] = location.0 + 1);
         self.states().begin(block, entries.len(), group);
@@ -149,7 +163,7 @@ impl CachedBlocks {
             // The block may have been taken meanwhile, and even cached again. A pinned one is taken
             // in its turn.
             if self.blocks.of(block).is_some()
-                && !self.states().has_entries(block)
+                && self.states().entries(block) == 0
                 && self.states().try_remove(block)
             {
                 self.forget(block);
@@ -164,7 +178,7 @@ impl CachedBlocks {
     fn remove_from_users(&mut self, is_accepted: impl Fn(&UserQueues) -> bool) -> Option<BlockId> {
         self.users.iter_mut().flat_map(|user| &mut user.runs).for_each(|run| run.is_passed_over = false);
         loop {
-            let Self { users, shares, blocks, .. } = self;
+            let Self { users, shares, blocks, random, .. } = self;
             let users = users.iter_mut().filter(|user| is_accepted(user));
             let runs = users.flat_map(|user| {
                 let of_user = shares.weighed(user.uid, user.cached);
@@ -173,7 +187,7 @@ impl CachedBlocks {
             let (_, run) = runs
                 .filter(|(_, run)| run.cached() > 0 && !run.is_passed_over)
                 .max_by_key(|(of_user, run)| (*of_user, run.cached()))?;
-            if let Some(block) = run.remove(blocks) {
+            if let Some(block) = run.merge(blocks, random).or_else(|| run.remove(blocks)) {
                 self.forget(block);
                 return Some(block);
             }
@@ -195,7 +209,7 @@ impl CachedBlocks {
         let cached = self.blocks.list[block.0 as usize].take().expect("it was cached");
         if let Some(index) = cached.index.upgrade() {
             for at in 0..BLOCK_PAGES {
-                if let Some(location) = self.locations_of(block)[at].checked_sub(1) {
+                if let Some(location) = self.blocks.locations_of(block)[at].checked_sub(1) {
                     index.remove_from(Location(location), block.slot(at));
                 }
             }
@@ -211,10 +225,6 @@ impl CachedBlocks {
         if user.cached == 0 {
             self.users.retain(|user| user.cached > 0);
         }
-    }
-
-    fn locations_of(&mut self, block: BlockId) -> &mut [u32] {
-        &mut self.locations[block.0 as usize * BLOCK_PAGES..][..BLOCK_PAGES]
     }
 }
 

@@ -10,6 +10,8 @@
 //!
 //! Blocks that no volume needs keep pages that their volumes have reclaimed: `page_cache`.
 
+mod free_blocks;
+
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
@@ -22,6 +24,7 @@ use crate::cached_blocks::CachedBlocks;
 use crate::page::{Location, PAGE_BYTES, Slot};
 use crate::page_cache::CacheIndex;
 use crate::slabs::SlabSet;
+use free_blocks::FreeBlocks;
 
 /// Pages of a block: the largest eviction batch, and the largest coalesced message (256 KiB).
 pub const BLOCK_PAGES: usize = 64;
@@ -116,30 +119,6 @@ impl MempoolUser {
     }
 }
 
-/// The free blocks.
-#[derive(Debug, Default)]
-struct FreeBlocks {
-    /// Blocks that may have memory of the system.
-    backed: Vec<BlockId>,
-    /// Blocks without memory, which get some when they are written.
-    unbacked: Vec<BlockId>,
-}
-
-impl FreeBlocks {
-    fn len(&self) -> usize {
-        self.backed.len() + self.unbacked.len()
-    }
-
-    /// Removes a block, preferably one with memory, which is faster to write.
-    fn pop(&mut self) -> Option<BlockId> {
-        self.backed.pop().or_else(|| self.unbacked.pop())
-    }
-
-    fn push(&mut self, block: BlockId) {
-        self.backed.push(block);
-    }
-}
-
 /// The blocks that no volume owns, and the users with volumes.
 #[derive(Debug)]
 struct MempoolState {
@@ -222,9 +201,11 @@ impl Mempool {
     }
 
     fn with(memory: Memory, blocks: usize, free: FreeBlocks) -> Self {
-        let state = MempoolState { free, cached: CachedBlocks::new(blocks), users: Vec::new() };
+        let memory = Arc::new(memory);
+        let cached = CachedBlocks::new(blocks, Arc::clone(&memory));
+        let state = MempoolState { free, cached, users: Vec::new() };
         Self {
-            memory: Arc::new(memory),
+            memory,
             state: Mutex::new(state),
             blocks,
             is_pool_short: Arc::default(),

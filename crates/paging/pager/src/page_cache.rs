@@ -75,9 +75,9 @@ impl BlockStates {
         self.of(block).pins.compare_exchange(IS_CACHED, 0, AcqRel, Relaxed).is_ok()
     }
 
-    /// Whether an entry names a slot of the block, as far as known.
-    pub fn has_entries(&self, block: BlockId) -> bool {
-        self.of(block).entries.load(Relaxed) > 0
+    /// The number of entries that name a slot of the block, as far as known.
+    pub fn entries(&self, block: BlockId) -> usize {
+        self.of(block).entries.load(Relaxed) as usize
     }
 
     /// Removes a block from the list of blocks without an entry.
@@ -105,6 +105,9 @@ impl BlockStates {
         }
     }
 }
+
+/// A cached page, its slot, and the slot to which it is moved.
+pub(crate) type MovedEntry = (Location, Slot, Slot);
 
 /// The entries of one run.
 #[derive(Debug)]
@@ -209,6 +212,30 @@ impl CacheIndex {
     pub(crate) fn remove_from(&self, location: Location, slot: Slot) {
         // It fails if the entry was removed, or names another slot by now.
         let _other = self.word(location).compare_exchange(slot.0 + 1, 0, AcqRel, Relaxed);
+    }
+
+    /// Moves entries to free slots of a block, with their bytes. The block that they are in was
+    /// removed. Returns false, and changes nothing, if a reader has pinned the target.
+    ///
+    /// No reader finds the pages meanwhile. Entries that are dropped meanwhile are not moved.
+    pub(crate) fn move_entries(
+        &self,
+        target: BlockId,
+        entries: &[MovedEntry],
+        copy: impl Fn(Slot, Slot),
+    ) -> bool {
+        if !self.blocks.try_remove(target) {
+            return false;
+        }
+        for (location, from, to) in entries {
+            copy(*from, *to);
+            self.blocks.of(target).entries.fetch_add(1, Relaxed);
+            let word = self.word(*location);
+            let is_moved = word.compare_exchange(from.0 + 1, to.0 + 1, AcqRel, Relaxed).is_ok();
+            self.blocks.entry_removed(if is_moved { from.block().0 } else { target });
+        }
+        self.blocks.finish(target);
+        true
     }
 
     fn removed(&self, word: u32) {

@@ -5,11 +5,17 @@ use std::sync::{Arc, Weak};
 
 use super::BlockTable;
 use super::duel::{End, Group, SAMPLE_DIVISOR};
-use crate::mempool::BlockId;
+use crate::mempool::{BLOCK_PAGES, BlockId};
 use crate::page_cache::CacheIndex;
 
 /// Maximum number of pinned blocks that are passed over at one end of a queue.
 const PASSED_OVER_MAX: usize = 8;
+/// Number of blocks among which the emptiest is searched: half of them at the end at which blocks
+/// are dropped, and half anywhere. Its pages are moved to the others.
+const MERGE_CANDIDATES: usize = 16;
+/// Most pages that are moved so that a block can be given away. To move more costs more than it
+/// saves.
+const MOVED_PAGES_MAX: usize = BLOCK_PAGES * 3 / 4;
 /// Number of stale entries that a queue may have beside as many as there are others.
 const STALE_MIN: usize = 64;
 
@@ -95,21 +101,75 @@ impl RunQueue {
         self.groups[group as usize].cached -= 1;
     }
 
+    /// Moves the pages of a sparse block into others of its group, and removes it. Returns `None` if
+    /// some blocks have too little room for that.
+    pub fn merge(&self, blocks: &mut BlockTable, random: &mut u64) -> Option<BlockId> {
+        let mut candidates = [None; MERGE_CANDIDATES];
+        self.merge_candidates(blocks, random, &mut candidates);
+        candidates.sort_unstable_by_key(|candidate| candidate.map_or(usize::MAX, |(pages, _)| pages));
+        let mut found = candidates.into_iter().flatten();
+        let (pages, source) = found.next().filter(|(pages, _)| *pages <= MOVED_PAGES_MAX)?;
+        let room: usize = found.clone().map(|(pages, _)| BLOCK_PAGES.saturating_sub(pages)).sum();
+        (room >= pages && blocks.move_pages(source, found.map(|(_, block)| block))).then_some(source)
+    }
+
+    /// Finds blocks of the group that must give one up, and the numbers of their pages.
+    fn merge_candidates(
+        &self,
+        blocks: &BlockTable,
+        random: &mut u64,
+        candidates: &mut [Option<(usize, BlockId)>; MERGE_CANDIDATES],
+    ) {
+        let group = self.large_sample().unwrap_or(Group::Rest);
+        let entries = &self.groups[group as usize].entries;
+        let Some(last) = entries.len().checked_sub(1) else { return };
+        let end = self.end_of(group);
+        for at in 0..MERGE_CANDIDATES {
+            let place = match end {
+                _ if at >= MERGE_CANDIDATES / 2 => random_below(random, entries.len()),
+                End::Oldest => at.min(last),
+                End::Newest => last - at.min(last),
+            };
+            let (block, sequence) = entries[place];
+            let pages = blocks.states.entries(block);
+            let is_found = candidates[..at].iter().flatten().any(|(_, other)| *other == block);
+            if pages > 0 && !is_found && !is_stale(blocks, block, sequence) {
+                candidates[at] = Some((pages, block));
+            }
+        }
+    }
+
+    /// The end at which blocks of a group are dropped.
+    fn end_of(&self, group: Group) -> End {
+        match group {
+            Group::Oldest => End::Oldest,
+            Group::Newest => End::Newest,
+            Group::Rest => self.index.upgrade().map_or(End::Oldest, |index| index.duel().end()),
+        }
+    }
+
+    /// A sample with more than its part of the blocks.
+    fn large_sample(&self) -> Option<Group> {
+        let is_large = |group: &Group| self.groups[*group as usize].cached * SAMPLE_DIVISOR > self.cached();
+        [Group::Oldest, Group::Newest].into_iter().find(is_large)
+    }
+
     /// Removes a block that is not pinned: of a sample that is too large, or else of the rest, by
     /// the order of the better sample.
     pub fn remove(&mut self, blocks: &BlockTable) -> Option<BlockId> {
-        let cached = self.cached();
-        let end = self.index.upgrade().map_or(End::Oldest, |index| index.duel().end());
-        let is_large = |group: Group| self.groups[group as usize].cached * SAMPLE_DIVISOR > cached;
-        let first = [Group::Oldest, Group::Newest].into_iter().find(|group| is_large(*group));
+        let first = self.large_sample();
         let others = [Group::Rest, Group::Oldest, Group::Newest];
         first.into_iter().chain(others).find_map(|group| {
-            let end = match group {
-                Group::Oldest => End::Oldest,
-                Group::Newest => End::Newest,
-                Group::Rest => end,
-            };
+            let end = self.end_of(group);
             self.groups[group as usize].remove_first(end, blocks)
         })
     }
+}
+
+/// A number below `below`, by a xorshift generator.
+fn random_below(random: &mut u64, below: usize) -> usize {
+    *random ^= *random << 13;
+    *random ^= *random >> 7;
+    *random ^= *random << 17;
+    usize::try_from(*random >> 33).expect("31 bits") % below
 }

@@ -12,7 +12,11 @@ use crate::mutation::Mutation;
 use crate::page::{Location, PAGE_BYTES};
 use crate::slabs::{SlabId, SlabSet};
 
-/// A run of a user, each of whose slabs has one page in use.
+/// The number of pages that are cached in a block with the measured one: so many that no two blocks
+/// are merged.
+const PAGES: u32 = 50;
+
+/// A run of a user, each of whose slabs has [`PAGES`] pages in use.
 struct TestRun {
     mempool: Arc<Mempool>,
     user: Arc<MempoolUser>,
@@ -26,23 +30,33 @@ impl TestRun {
         Self { mempool: Arc::clone(mempool), user: mempool.user(uid), slabs }
     }
 
-    /// Occupies a page of a new slab.
+    /// Occupies pages of a new slab. Returns the first.
     fn occupy(&self, slab: u32) -> Location {
-        let extent = Extent { node: NodeId(1), addr: 0, class: SizeClass::new(0).unwrap(), key: Key(7) };
+        let extent = Extent { node: NodeId(1), addr: 0, class: SizeClass::new(6).unwrap(), key: Key(7) };
         self.slabs.publish(SlabId(slab), &[extent]);
-        let location = Location::new(SlabId(slab), 0);
-        self.slabs.occupy(location, 0);
+        (0..PAGES).for_each(|page| self.slabs.occupy(Location::new(SlabId(slab), page), 0));
+        Location::new(SlabId(slab), 0)
+    }
+
+    /// Fills a block with the bytes of a new slab's pages, and passes it to the cache. Returns the
+    /// first page, which is in slot 3.
+    fn cache(&self, slab: u32) -> Location {
+        let location = self.occupy(slab);
+        self.cache_again(location, slab, PAGES);
         location
     }
 
-    /// Fills a block with the bytes of a new page, and passes it to the cache.
-    fn cache(&self, slab: u32) -> Location {
+    /// Caches the first `pages` pages of a slab, of which the first has a value.
+    fn cache_again(&self, location: Location, value: u32, pages: u32) {
         let block = self.mempool.allocate(&self.user, 1).expect("a block is free");
-        let location = self.occupy(slab);
-        self.write(block, slab);
+        self.write(block, value);
         let index = self.slabs.cache().expect("it was set");
-        self.mempool.free_to_cache(&self.user, block, index, &[(3, location)]);
-        location
+        self.mempool.free_to_cache(&self.user, block, index, &entries(location, pages));
+    }
+
+    /// Drops the pages of a slab from the cache, because a program holds them.
+    fn uncache(&self, location: Location) {
+        (0..PAGES).for_each(|page| self.slabs.uncache_held(Location(location.0 + page)));
     }
 
     fn write(&self, block: BlockId, value: u32) {
@@ -56,6 +70,11 @@ impl TestRun {
         self.mempool.memory().read(pinned.slot().offset(), &mut value);
         Some(u32::from_ne_bytes(value))
     }
+}
+
+/// The slots and locations of the first `pages` pages of a slab.
+fn entries(location: Location, pages: u32) -> Vec<(usize, Location)> {
+    (0..pages).map(|page| (3 + page as usize, Location(location.0 + page))).collect()
 }
 
 fn mempool(blocks: usize) -> Arc<Mempool> {
@@ -113,7 +132,7 @@ fn a_block_without_entries_is_given_away_first() {
     let mempool = mempool(8);
     let run = TestRun::new(&mempool, 1);
     let locations: Vec<_> = (0..3).map(|slab| run.cache(slab)).collect();
-    run.slabs.uncache_held(locations[1]);
+    run.uncache(locations[1]);
     drop_blocks(&mempool, 1);
     assert_eq!((run.read(locations[0]), run.read(locations[2])), (Some(0), Some(2)));
 }
@@ -127,8 +146,8 @@ fn emptied_blocks_are_used_again_before_free_ones() {
     let location = run.occupy(1);
     // The page returns to its program each time.
     (0..1000).fold(block, |block, _| {
-        let other = mempool.exchange(&run.user, block, index, &[(3, location)]);
-        run.slabs.uncache_held(location);
+        let other = mempool.exchange(&run.user, block, index, &entries(location, PAGES));
+        run.uncache(location);
         other
     });
     let backed = mempool.backed_bytes() / BLOCK_BYTES as u64;
@@ -187,13 +206,10 @@ fn hits(accesses: &[u32]) -> usize {
     for (at, slab) in accesses.iter().enumerate() {
         let location = pages[*slab as usize];
         if run.read(location).is_some() {
-            run.slabs.uncache_held(location);
+            run.uncache(location);
             hits += usize::from(at >= accesses.len() / 2);
         }
-        let block = mempool.allocate(&run.user, 1).expect("a block is free");
-        run.write(block, *slab);
-        let index = run.slabs.cache().expect("it was set");
-        mempool.free_to_cache(&run.user, block, index, &[(3, location)]);
+        run.cache_again(location, *slab, PAGES);
     }
     hits
 }
@@ -216,6 +232,75 @@ fn a_program_that_returns_to_its_last_pages_finds_them() {
     let accesses: Vec<_> = (0..60_000).map(|at| (at / 500 + random(40)) % 100).collect();
     let found = hits(&accesses);
     assert!(found > 28_000, "{found} of 30,000");
+}
+
+#[test]
+fn sparse_blocks_are_merged_and_keep_their_pages() {
+    let mempool = mempool(64);
+    let run = TestRun::new(&mempool, 1);
+    let pages: Vec<_> = (0..20).map(|slab| run.occupy(slab)).collect();
+    (0..20).zip(&pages).for_each(|(slab, location)| run.cache_again(*location, slab, 20));
+    drop_blocks(&mempool, 10);
+    let found = pages.iter().filter(|location| run.read(**location).is_some()).count();
+    assert!(found >= 18, "{found} of 20 slabs, in half of the blocks");
+    for (slab, location) in (0..20).zip(&pages) {
+        assert!([None, Some(slab)].contains(&run.read(*location)), "slab {slab}");
+    }
+    drop_blocks(&mempool, 10);
+    assert!(pages.iter().all(|location| run.read(*location).is_none()));
+}
+
+#[test]
+fn pinned_blocks_are_not_merged() {
+    let mempool = mempool(64);
+    let run = TestRun::new(&mempool, 1);
+    let pages: Vec<_> = (0..4).map(|slab| run.occupy(slab)).collect();
+    (0..4).zip(&pages).for_each(|(slab, location)| run.cache_again(*location, slab, 5));
+    let index = run.slabs.cache().unwrap();
+    let pinned: Vec<_> = pages.iter().map(|location| index.pin(*location).expect("it is cached")).collect();
+    let slots: Vec<_> = pinned.iter().map(|pinned| pinned.slot()).collect();
+    while mempool.allocate(&run.user, 1).is_some() {}
+    assert_eq!(pages.iter().map(|location| index.slot_of(*location).unwrap()).collect::<Vec<_>>(), slots);
+}
+
+/// Random accesses to pages of which all fit into the cache, if its blocks have no holes.
+#[test]
+fn a_cache_with_room_for_all_pages_has_most_of_them() {
+    let mempool = mempool(64);
+    let run = TestRun::new(&mempool, 1);
+    mempool.set_cache_shares(CacheShares {
+        bytes_per_user: Some(40 * BLOCK_BYTES as u64),
+        ..CacheShares::default()
+    });
+    let mut seed = 1u64;
+    let mut random = move |below: u32| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        u32::try_from((seed >> 33) % u64::from(below)).unwrap()
+    };
+    let slabs: Vec<_> = (0..48).map(|slab| run.occupy(slab)).collect();
+    let pages: Vec<_> =
+        slabs.iter().flat_map(|first| (0..PAGES).map(|page| Location(first.0 + page))).collect();
+    let mut out = Vec::new();
+    let (mut hits, mut accesses) = (0, 0);
+    let index = run.slabs.cache().expect("it was set");
+    for turn in 0..60_000 {
+        let location = pages[random(48 * PAGES) as usize];
+        if out.iter().any(|(_, other)| *other == location) {
+            continue;
+        }
+        if run.slabs.cache().and_then(|cache| cache.pin(location)).is_some() {
+            run.slabs.uncache_held(location);
+            hits += usize::from(turn > 30_000);
+        }
+        accesses += usize::from(turn > 30_000);
+        out.push((out.len(), location));
+        if out.len() == BLOCK_PAGES {
+            let block = mempool.allocate(&run.user, 1).expect("a block is free");
+            mempool.free_to_cache(&run.user, block, index, &out);
+            out.clear();
+        }
+    }
+    assert!(hits * 100 > accesses * 75, "{hits} of {accesses}; all 38 blocks of pages fit");
 }
 
 #[test]
@@ -273,7 +358,7 @@ fn a_block_is_exchanged_for_another() {
     assert_eq!(mempool.exchange(&run.user, block, index, &[]), block, "no page is worth keeping");
     let location = run.occupy(9);
     run.write(block, 9);
-    let other = mempool.exchange(&run.user, block, index, &[(3, location)]);
+    let other = mempool.exchange(&run.user, block, index, &entries(location, PAGES));
     assert_ne!(other, block);
     assert_eq!((run.read(location), run.user.blocks()), (Some(9), 1));
 }

@@ -73,17 +73,22 @@ const SCHEDULES: usize = 3000;
 const BLOCKS: u32 = 2;
 const LOCATIONS: u32 = 3;
 
-/// The cache, and the location whose bytes each block has in its first slot.
+/// The cache, and the location whose bytes each of the two slots of each block has.
 struct Model {
     states: std::sync::Arc<BlockStates>,
     index: CacheIndex,
     bytes: Vec<AtomicU32>,
 }
 
+fn place(slot: aquifer_pager::Slot) -> usize {
+    let (block, at) = slot.block();
+    block.0 as usize * 2 + at
+}
+
 impl Model {
     fn cache(&self, block: u32, location: u32) {
         let block = BlockId(block);
-        self.bytes[block.0 as usize].store(location, SeqCst);
+        self.bytes[place(block.slot(0))].store(location, SeqCst);
         self.states.begin(block, 1, cached_blocks::duel::Group::Rest);
         self.index.insert(Location(location), block.slot(0));
         self.states.finish(block);
@@ -92,18 +97,39 @@ impl Model {
     /// Removes a block, forgets its page, and caches another in it.
     fn reuse(&self, block: u32, location: u32) {
         if self.states.try_remove(BlockId(block)) {
-            let old = self.bytes[block as usize].load(SeqCst);
-            self.index.remove_from(Location(old), BlockId(block).slot(0));
+            for at in 0..2 {
+                let slot = BlockId(block).slot(at);
+                self.index.remove_from(Location(self.bytes[place(slot)].load(SeqCst)), slot);
+            }
             self.cache(block, location);
+        }
+    }
+
+    /// Moves the page in the first slot of a block to the second slot of the other one, if that is
+    /// free, and caches another page in the block.
+    fn merge(&self, block: u32, location: u32) {
+        let (source, target) = (BlockId(block), BlockId(1 - block));
+        let (from, to) = (source.slot(0), target.slot(1));
+        let moved = Location(self.bytes[place(from)].load(SeqCst));
+        let is_there =
+            |slot| self.index.slot_of(Location(self.bytes[place(slot)].load(SeqCst))) == Some(slot);
+        if !is_there(from) || is_there(to) || is_there(source.slot(1)) {
+            return;
+        }
+        let copy = |from, to| self.bytes[place(to)].store(self.bytes[place(from)].load(SeqCst), SeqCst);
+        if !self.states.try_remove(source) {
+        } else if self.index.move_entries(target, &[(moved, from, to)], copy) {
+            self.cache(block, location);
+        } else {
+            self.states.finish(source);
         }
     }
 
     fn read(&self, location: u32) {
         if let Some(pinned) = self.index.pin(Location(location)) {
-            let (block, _) = pinned.slot().block();
             for _ in 0..2 {
-                let found = self.bytes[block.0 as usize].load(SeqCst);
-                assert_eq!(found, location, "{block:?} has other bytes while it is pinned");
+                let found = self.bytes[place(pinned.slot())].load(SeqCst);
+                assert_eq!(found, location, "{:?} has other bytes while it is pinned", pinned.slot());
             }
         }
     }
@@ -112,7 +138,7 @@ impl Model {
 fn play() {
     let states = std::sync::Arc::new(BlockStates::new(BLOCKS as usize));
     let index = CacheIndex::new(std::sync::Arc::clone(&states)).expect("memory");
-    let bytes = (0..BLOCKS).map(|_| AtomicU32::new(0)).collect();
+    let bytes = (0..2 * BLOCKS).map(|_| AtomicU32::new(0)).collect();
     let model = Arc::new(Model { states, index, bytes });
     (0..BLOCKS).for_each(|block| model.cache(block, block));
     let readers = (0..2).map(|reader| {
@@ -121,7 +147,11 @@ fn play() {
     });
     let readers: Vec<_> = readers.collect();
     for step in 0..6 {
-        model.reuse(step % BLOCKS, (step + 2) % LOCATIONS);
+        if step % 2 == 0 {
+            model.merge(step / 2 % BLOCKS, (step + 2) % LOCATIONS);
+        } else {
+            model.reuse(step % BLOCKS, (step + 2) % LOCATIONS);
+        }
     }
     readers.into_iter().for_each(|reader| reader.join().expect("it has ended"));
 }
