@@ -14,6 +14,7 @@ mod kv;
 mod malloc;
 mod migration;
 mod objects;
+mod page_cache;
 mod restart;
 
 use std::path::{Path, PathBuf};
@@ -50,7 +51,8 @@ pub struct BenchArgs {
     pub trace: Option<PathBuf>,
     /// For `bench apps`, measure only programs with this in their names, such as postgres; for
     /// `bench objects`, only this figure, such as 11; for `bench cache`, only this part: requests,
-    /// threads, memory, hits, moves, or pool
+    /// threads, memory, hits, moves, or pool; for `bench page-cache`: sizes, working-sets, runs, or
+    /// squeeze
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// For `bench apps`, measure only with this percentage of a program's memory
@@ -99,7 +101,7 @@ const SERVING: [(&str, Serve); 3] =
 
 const BENCHES: BenchList<BenchArgs> = BenchList { command: "aquifer bench", benches: &ALL };
 
-const ALL: [Bench<BenchArgs>; 11] = [
+const ALL: [Bench<BenchArgs>; 12] = [
     Bench {
         name: "alloc",
         about: "allocation of extents over shared memory and over TCP, beside RPC and a one-sided array",
@@ -109,7 +111,7 @@ const ALL: [Bench<BenchArgs>; 11] = [
     },
     Bench {
         name: "apps",
-        about: "redis, PostgreSQL and k-means with a part of their memory, on the pool and on kernel swap",
+        about: "redis, memcached, PostgreSQL and models with a part of their memory, on the pool and on swap",
         targets: apps::TARGETS,
         options: &[ONLY, FIT],
         run: apps::run,
@@ -169,6 +171,13 @@ const ALL: [Bench<BenchArgs>; 11] = [
         targets: objects::TARGETS,
         options: &[ONLY],
         run: objects::run,
+    },
+    Bench {
+        name: "page-cache",
+        about: "idle memory of the host: sizes of the page cache, working sets, many runs, and its return",
+        targets: page_cache::TARGETS,
+        options: &[ONLY],
+        run: page_cache::run,
     },
     Bench {
         name: "restart",

@@ -123,7 +123,7 @@ pub enum BenchError {
     /// No installed program has this name.
     #[error(
         "--only {name:?}: no installed program of `aquifer bench apps` has this in its name; the bench \
-            measures redis, PostgreSQL and k-means"
+            measures redis, memcached, PostgreSQL and models of scikit-learn"
     )]
     NoSuchApp {
         /// The given name.

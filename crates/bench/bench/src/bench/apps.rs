@@ -1,10 +1,12 @@
 //! `aquifer bench apps`: real programs with a part of their memory, on the pool and on kernel swap.
 
 mod backends;
-mod kmeans;
+mod learn;
+mod memcached;
 mod postgres;
-mod redis;
+pub(super) mod redis;
 pub(super) mod resp;
+mod store;
 mod summary;
 mod unprivileged;
 
@@ -24,14 +26,18 @@ use indicatif::ProgressBar;
 use super::{BenchArgs, BenchError};
 pub(super) use backends::find_program;
 use backends::{AppBackend, Fit, Stage};
-use kmeans::KMeans;
+use learn::Learn;
+use memcached::Memcached;
 use postgres::Postgres;
 use redis::Redis;
 
 /// Targets, for `aquifer bench list`.
-pub const TARGETS: &str = "targets: with a quarter of its memory each program is faster than on a swap \
-    file, over \
-    shm and over tcp; limits are kept";
+pub const TARGETS: &str = "targets: with a quarter or half of its memory each program is faster \
+    than on a swap file; with the host idle ≤ 1.1× plain, and with a page cache ≤ 1.1× shared memory; \
+    limits are kept";
+
+/// Percentage of a program's memory at which all targets are judged.
+const JUDGED_PERCENT: u64 = 25;
 
 /// Amount of work.
 #[derive(Clone, Copy, Debug)]
@@ -44,8 +50,9 @@ pub struct Size {
     /// Scale factor of pgbench: 100,000 accounts each.
     postgres_scale: u64,
     postgres_transactions: u64,
-    kmeans_bytes: u64,
-    kmeans_iterations: u64,
+    /// Size of the array of scikit-learn's models, and their iterations or trees.
+    learn_bytes: u64,
+    learn_rounds: u64,
 }
 
 impl Size {
@@ -56,8 +63,8 @@ impl Size {
         redis_requests: 20_000,
         postgres_scale: 2,
         postgres_transactions: 2,
-        kmeans_bytes: 96 * MIB,
-        kmeans_iterations: 4,
+        learn_bytes: 96 * MIB,
+        learn_rounds: 4,
     };
     const FULL: Self = Self {
         rounds: 3,
@@ -66,8 +73,8 @@ impl Size {
         redis_requests: 40_000,
         postgres_scale: 3,
         postgres_transactions: 4,
-        kmeans_bytes: 128 * MIB,
-        kmeans_iterations: 4,
+        learn_bytes: 128 * MIB,
+        learn_rounds: 4,
     };
 }
 
@@ -179,8 +186,8 @@ fn notes(size: Size) -> Vec<String> {
         "a cgroup also counts page cache and kernel memory; Aquifer counts private memory and the run's \
          part of the mempool. Shared memory (PostgreSQL's buffers) is added to the limit of cgroups"
             .into(),
-        "s: the measured requests of redis, pgbench from start to end, k-means from the program's start to \
-         its end; p50 and p99 are of requests to redis and of transactions"
+        "s: the measured requests of redis and memcached, pgbench from start to end, models from the \
+         program's start to its end; p50 and p99 are of requests and of transactions"
             .into(),
         "CPU is of the whole run with fill and checks: the program's and, on the pool, the daemons'; kernel \
          threads that swap are not counted"
@@ -203,13 +210,18 @@ fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchEr
     for access in [Access::Uniform, Access::Zipf] {
         found.push((
             "redis-server",
-            Redis::find(access, size, folder).map(|app| Box::new(app) as Box<dyn App>),
+            Redis::find(access, size.redis_keys, size.redis_requests, folder)
+                .map(|app| Box::new(app) as Box<dyn App>),
         ));
     }
     let postgres = Postgres::find(size, &stage.user, folder)?;
     found.push(("PostgreSQL", postgres.map(|app| Box::new(app) as Box<dyn App>)));
-    let kmeans = KMeans::find(size, folder)?;
-    found.push(("python3-sklearn", kmeans.map(|app| Box::new(app) as Box<dyn App>)));
+    let memcached = Memcached::find(size, folder);
+    found.push(("memcached", memcached.map(|app| Box::new(app) as Box<dyn App>)));
+    match Learn::find(size, folder)? {
+        Some(models) => found.extend(models.into_iter().map(|app| ("", Some(Box::new(app) as Box<dyn App>)))),
+        None => found.push(("python3-sklearn", None)),
+    }
     let mut apps = Vec::new();
     for (name, app) in found {
         match app {
@@ -251,7 +263,10 @@ impl Bench {
     /// Measures all programs in each round. Returns each program's peak.
     fn measure(&mut self, backends: &[AppBackend]) -> Result<Vec<u64>, BenchError> {
         let Size { rounds, fits, .. } = self.size;
-        let bar = progress::bar(rounds * self.apps.len() * (1 + fits.len() * backends.len()));
+        let of_fit =
+            |percent: &u64| backends.iter().filter(|backend| backend.is_measured_at(*percent)).count();
+        let limited: usize = fits.iter().map(of_fit).sum();
+        let bar = progress::bar(rounds * self.apps.len() * (1 + limited));
         let mut peaks = Vec::new();
         for at in 0..self.apps.len() {
             peaks.push(self.plain(at, 1, &bar)?);
@@ -265,7 +280,7 @@ impl Bench {
                     self.plain(at, round, &bar)?;
                 }
                 for &percent in fits {
-                    for &backend in backends {
+                    for &backend in backends.iter().filter(|backend| backend.is_measured_at(percent)) {
                         self.limited(at, backend, Fit { percent, peak_bytes }, round, &bar)?;
                     }
                 }

@@ -4,7 +4,7 @@
 //! gets are checked.
 
 mod blocks;
-mod cached;
+pub(super) mod cached;
 mod servers;
 mod stores;
 mod tls;

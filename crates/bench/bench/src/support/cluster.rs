@@ -29,6 +29,16 @@ pub fn nodes() -> usize {
 const COMMON: [&str; 2] = ["--no-restart", WITHOUT_CACHE];
 /// Option that switches the page cache of the host off.
 const WITHOUT_CACHE: &str = "--cache-per-user=0";
+/// Variable with the file that the agent reads instead of `/proc/meminfo`, and the name of the file
+/// in the state folder.
+const MEMINFO: (&str, &str) = ("AQUIFER_MEMINFO", "meminfo");
+/// Memory of a host whose idle memory the bench sets.
+const HOST_BYTES: u64 = 16 << 30;
+/// Memory that stays free on such a host.
+pub const KEPT_FREE_BYTES: u64 = HOST_BYTES / 16;
+/// Elastic runs have at most a quarter of the memory that is idle or borrowed, so a third of what
+/// is idle.
+const IDLE_FACTOR: u64 = 3;
 /// Grace time of nodes with kept memory: longer than any measurement.
 const KEPT_TIME: &str = "10m";
 
@@ -70,7 +80,16 @@ impl Cluster {
         options: &[&str],
     ) -> Result<Self, BenchError> {
         stop_abandoned();
-        let state = folder::create(PREFIX)?;
+        Self::start_in(folder::create(PREFIX)?, memory_bytes, fabric, shared_socket, options)
+    }
+
+    fn start_in(
+        state: TempDir,
+        memory_bytes: u64,
+        fabric: Fabric,
+        shared_socket: Option<&Path>,
+        options: &[&str],
+    ) -> Result<Self, BenchError> {
         let mut cluster = Self { state, daemons: Vec::new() };
         let memory = format!("{}M", memory_bytes.div_ceil(nodes() as u64).div_ceil(1 << 20));
         let nodes = nodes().to_string();
@@ -82,6 +101,65 @@ impl Cluster {
         cluster.control("up", &args)?;
         cluster.daemons = procs::with_argument(cluster.state());
         Ok(cluster)
+    }
+
+    /// Starts a cluster like [`Self::up_with_cache`], where no user has more than `cache_bytes` of
+    /// the page cache.
+    ///
+    /// # Errors
+    /// Those of [`Self::up`].
+    pub fn up_with_limited_cache(
+        memory_bytes: u64,
+        fabric: Fabric,
+        cache_bytes: u64,
+    ) -> Result<Self, BenchError> {
+        let cache = format!("--cache-per-user={cache_bytes}");
+        Self::start(memory_bytes, fabric, None, &["--no-restart", &cache])
+    }
+
+    /// Starts a cluster like [`Self::up`], on a host whose idle memory is what
+    /// [`Self::set_lendable`] says, and none at first.
+    ///
+    /// # Errors
+    /// Those of [`Self::up`].
+    pub fn up_with_idle_memory(
+        memory_bytes: u64,
+        fabric: Fabric,
+        shared_socket: Option<&Path>,
+    ) -> Result<Self, BenchError> {
+        stop_abandoned();
+        let state = folder::create(PREFIX)?;
+        write_meminfo(state.path(), KEPT_FREE_BYTES)?;
+        Self::start_in(state, memory_bytes, fabric, shared_socket, &COMMON)
+    }
+
+    /// Starts a cluster like [`Self::up_with_idle_memory`], with a page cache.
+    ///
+    /// # Errors
+    /// Those of [`Self::up`].
+    pub fn up_with_idle_memory_and_cache(memory_bytes: u64, fabric: Fabric) -> Result<Self, BenchError> {
+        stop_abandoned();
+        let state = folder::create(PREFIX)?;
+        write_meminfo(state.path(), HOST_BYTES / 2)?;
+        let mempool = format!("--mempool={}", HOST_BYTES / 4);
+        Self::start_in(state, memory_bytes, fabric, None, &["--no-restart", &mempool])
+    }
+
+    /// Sets how much idle memory elastic runs may have on the host of
+    /// [`Self::up_with_idle_memory`].
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn set_lendable(&self, bytes: u64) -> Result<(), BenchError> {
+        write_meminfo(self.state(), KEPT_FREE_BYTES + IDLE_FACTOR * bytes)
+    }
+
+    /// Sets how much memory is available on that host, beyond what stays free.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn set_idle(&self, bytes: i64) -> Result<(), BenchError> {
+        write_meminfo(self.state(), KEPT_FREE_BYTES.saturating_add_signed(bytes))
     }
 
     /// Starts a cluster with one node: it lends `memory_bytes`, and has `heap_bytes` for heaps.
@@ -229,8 +307,20 @@ fn aquifer(state: &Path) -> Result<Command, BenchError> {
     for variable in ["AQUIFER_AGENT", "AQUIFER_REPLICAS", "AQUIFER_STATE"] {
         command.env_remove(variable);
     }
+    let meminfo = state.join(MEMINFO.1);
+    if meminfo.exists() {
+        command.env(MEMINFO.0, meminfo);
+    }
     command.arg("--state").arg(state);
     Ok(command)
+}
+
+/// Writes the memory of a host on which this is available.
+fn write_meminfo(state: &Path, available: u64) -> Result<(), BenchError> {
+    let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", HOST_BYTES >> 10, available >> 10);
+    let (path, next) = (state.join(MEMINFO.1), state.join("meminfo.next"));
+    std::fs::write(&next, text).map_err(BenchError::io("write", &next))?;
+    std::fs::rename(&next, &path).map_err(BenchError::io("replace", &path))
 }
 
 /// Path of the binary `aquifer`, in the folder of this one.

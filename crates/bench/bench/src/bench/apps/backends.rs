@@ -14,7 +14,7 @@ use aquifer_swap::setup::{SetupError, SetupUsage};
 use tempfile::TempDir;
 
 use super::unprivileged::UnprivilegedUser;
-use super::{App, Played, Sample};
+use super::{App, JUDGED_PERCENT, Played, Sample};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
 /// A zram's store must leave at least 1/`LEFT_PART` of the limit to the program.
@@ -39,16 +39,32 @@ pub enum AppBackend {
     PoolTcpCached,
     /// As [`Self::PoolTcpCached`]; the limit holds only while the host has no idle memory.
     PoolElastic,
+    /// As [`Self::PoolElastic`], without a cache and on a host whose idle memory is half of what
+    /// the program would have of it.
+    PoolElasticHalf,
+    /// As [`Self::PoolTcp`], with a limit that is larger by that half.
+    PoolTcpHalf,
     /// In a swap file, with the kernel's usual read-ahead.
     SwapFile,
-    /// In a zram, with the kernel's usual read-ahead.
+    /// In a zram, with the kernel's usual read-ahead. Its store is beyond the limit.
     Zram,
+    /// As [`Self::Zram`]; the program has what the store leaves of the limit.
+    ZramWithin,
 }
 
 impl AppBackend {
     /// All backends with a limit, in the order of a round. The peers need root.
-    pub const LIMITED: [Self; 6] =
-        [Self::PoolShm, Self::PoolTcp, Self::PoolTcpCached, Self::PoolElastic, Self::SwapFile, Self::Zram];
+    pub const LIMITED: [Self; 9] = [
+        Self::PoolShm,
+        Self::PoolTcp,
+        Self::PoolTcpCached,
+        Self::PoolElastic,
+        Self::PoolElasticHalf,
+        Self::PoolTcpHalf,
+        Self::SwapFile,
+        Self::Zram,
+        Self::ZramWithin,
+    ];
 
     /// Name in the report.
     pub fn name(self) -> &'static str {
@@ -58,8 +74,11 @@ impl AppBackend {
             Self::PoolTcp => "pool over tcp",
             Self::PoolTcpCached => "tcp, page cache",
             Self::PoolElastic => "tcp, elastic",
+            Self::PoolElasticHalf => "tcp, elastic, half idle",
+            Self::PoolTcpHalf => "tcp, limit + that half",
             Self::SwapFile => "swap file",
             Self::Zram => "zram",
+            Self::ZramWithin => "zram, store within limit",
         }
     }
 
@@ -67,7 +86,8 @@ impl AppBackend {
     fn cluster(self) -> Option<ClusterKind> {
         match self {
             Self::PoolShm => Some(ClusterKind::Shm),
-            Self::PoolTcp => Some(ClusterKind::Tcp),
+            Self::PoolTcp | Self::PoolTcpHalf => Some(ClusterKind::Tcp),
+            Self::PoolElasticHalf => Some(ClusterKind::TcpWithIdle),
             Self::PoolTcpCached | Self::PoolElastic => Some(ClusterKind::TcpCached),
             _ => None,
         }
@@ -80,11 +100,22 @@ impl AppBackend {
 
     /// Further options of `aquifer run`.
     fn run_options(self) -> &'static [&'static str] {
-        if self == Self::PoolElastic { &["--local-max", "auto"] } else { &[] }
+        let is_elastic = matches!(self, Self::PoolElastic | Self::PoolElasticHalf);
+        if is_elastic { &["--local-max", "auto"] } else { &[] }
+    }
+
+    /// Whether the backend is measured with this percentage of a program's memory.
+    pub fn is_measured_at(self, percent: u64) -> bool {
+        !matches!(self, Self::PoolElasticHalf | Self::PoolTcpHalf) || percent == JUDGED_PERCENT
+    }
+
+    /// The limit of `aquifer run`.
+    fn limit_bytes(self, fit: Fit) -> u64 {
+        if self == Self::PoolTcpHalf { fit.limit_bytes() + fit.half_beyond() } else { fit.limit_bytes() }
     }
 
     fn setup(self, limit_bytes: u64, swap_bytes: u64) -> Result<PeerSetup, SetupError> {
-        let peer = if self == Self::Zram { Peer::Zram } else { Peer::SwapFile };
+        let peer = if self == Self::SwapFile { Peer::SwapFile } else { Peer::Zram };
         let mut setup = PeerSetup::new(peer, limit_bytes, swap_bytes)?;
         setup.set_read_ahead(ReadAhead::EightPages)?;
         Ok(setup)
@@ -96,7 +127,7 @@ impl AppBackend {
     /// If that is not possible.
     pub fn try_out(self) -> Result<(), SetupError> {
         match self {
-            Self::SwapFile | Self::Zram => self.setup(4 << 20, 4 << 20)?.close(),
+            Self::SwapFile | Self::Zram | Self::ZramWithin => self.setup(4 << 20, 4 << 20)?.close(),
             _ => Ok(()),
         }
     }
@@ -109,10 +140,12 @@ enum ClusterKind {
     Tcp,
     /// Over TCP, with a page cache on the host.
     TcpCached,
+    /// Over TCP, on a host with as much idle memory as the bench says.
+    TcpWithIdle,
 }
 
 impl ClusterKind {
-    const ALL: [Self; 3] = [Self::Shm, Self::Tcp, Self::TcpCached];
+    const ALL: [Self; 4] = [Self::Shm, Self::Tcp, Self::TcpCached, Self::TcpWithIdle];
 
     /// Name of the shared socket.
     fn name(self) -> &'static str {
@@ -120,6 +153,7 @@ impl ClusterKind {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::TcpCached => "tcp-cached",
+            Self::TcpWithIdle => "tcp-with-idle",
         }
     }
 
@@ -128,6 +162,7 @@ impl ClusterKind {
             Self::Shm => Cluster::up(memory_bytes, Fabric::Shm, socket),
             Self::Tcp => Cluster::up(memory_bytes, Fabric::Tcp, socket),
             Self::TcpCached => Cluster::up_with_cache(memory_bytes, Fabric::Tcp, socket),
+            Self::TcpWithIdle => Cluster::up_with_idle_memory(memory_bytes, Fabric::Tcp, socket),
         }
     }
 }
@@ -146,6 +181,11 @@ impl Fit {
     pub fn limit_bytes(self) -> u64 {
         self.peak_bytes * self.percent / 100
     }
+
+    /// Half of what the program needs beyond the limit.
+    fn half_beyond(self) -> u64 {
+        self.peak_bytes.saturating_sub(self.limit_bytes()) / 2
+    }
 }
 
 /// State that all runs share.
@@ -156,9 +196,8 @@ pub struct Stage {
     /// The user of servers that refuse root.
     pub user: UnprivilegedUser,
     clusters: Vec<(ClusterKind, Cluster)>,
-    /// The program's limit beside a zram's store, by program and percentage; `None` if the store
-    /// leaves too little.
-    beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
+    /// The use of the last zram, by program and percentage.
+    zram_usage: BTreeMap<(&'static str, u64), SetupUsage>,
     /// Notes for the report.
     pub notes: Vec<String>,
 }
@@ -171,7 +210,7 @@ impl Stage {
     pub fn new() -> Result<Self, BenchError> {
         let folder = folder::temporary()?;
         let user = UnprivilegedUser::new()?;
-        Ok(Self { folder, user, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
+        Ok(Self { folder, user, clusters: Vec::new(), zram_usage: BTreeMap::new(), notes: Vec::new() })
     }
 
     /// Starts all clusters.
@@ -211,6 +250,7 @@ impl Stage {
             AppBackend::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
             AppBackend::SwapFile => self.swap_until_done(app, backend, fit, fit.limit_bytes()),
             AppBackend::Zram => self.zram(app, fit),
+            AppBackend::ZramWithin => self.zram_within(app, fit),
             _ => self.pool(app, backend, fit).map(Some),
         }
     }
@@ -255,13 +295,18 @@ impl Stage {
             .iter()
             .find(|(kind, _)| backend.cluster() == Some(*kind))
             .expect("clusters are brought up before any run on the pool");
-        let (command, stats) = self.pooled_command(app, backend, cluster, fit.limit_bytes())?;
+        if backend == AppBackend::PoolElasticHalf {
+            cluster.set_lendable(fit.half_beyond())?;
+        }
+        let limit_bytes = backend.limit_bytes(fit);
+        let (command, stats) = self.pooled_command(app, backend, cluster, limit_bytes)?;
         let before_us = cluster.cpu_us();
         let (outcome, played) = self.play(app, backend, command, Watched::Started)?;
         let mut sample = sample(&outcome, &played, cluster.cpu_us().saturating_sub(before_us));
         let stats = read_statistics(&stats)?;
         sample.insert("elsewhere MiB", float(stats.remote_peak_bytes) / float(MIB));
-        sample.insert("limit MiB", float(fit.limit_bytes()) / float(MIB));
+        sample.insert("limit MiB", float(limit_bytes) / float(MIB));
+        sample.insert("cache hits", float(stats.cache_hits));
         sample.insert("faults", float(stats.faults));
         sample.insert("prefetched", float(stats.prefetched));
         sample.insert("lost pages", float(stats.lost_pages));
@@ -300,6 +345,9 @@ impl Stage {
         for _ in 0..ATTEMPTS {
             match self.swap(app, backend, fit, limit_bytes)? {
                 Ok((mut sample, played, usage)) => {
+                    if backend == AppBackend::Zram {
+                        self.zram_usage.insert((app.name(), fit.percent), usage);
+                    }
                     let taken_bytes = limit_bytes + usage.store_peak_bytes;
                     let beyond = float(taken_bytes.saturating_sub(fit.limit_bytes())) / float(MIB);
                     sample.insert("beyond limit MiB", beyond);
@@ -343,36 +391,31 @@ impl Stage {
         Ok(Ok((sample, played, usage)))
     }
 
-    /// Runs a program on a zram. The size of the store is subtracted from the limit, if enough
-    /// remains.
+    /// Runs a program on a zram, whose store is beyond the limit.
     fn zram(&mut self, app: &dyn App, fit: Fit) -> Result<Option<(Sample, Played)>, BenchError> {
-        let key = (app.name(), fit.percent);
-        // If this run fails the size is not known, and the whole limit is used.
-        if !self.beside_zram.contains_key(&key)
-            && let Ok((_, _, usage)) = self.swap(app, AppBackend::Zram, fit, fit.limit_bytes())?
-        {
-            let left = beside_store(fit.limit_bytes(), &usage);
-            self.notes.push(match left {
-                Some(left) => format!(
-                    "zram, {} at {} %: the store has {} of the limit of {}, and the program has the rest",
-                    app.name(),
-                    fit.percent,
-                    show_bytes(fit.limit_bytes() - left),
-                    show_bytes(fit.limit_bytes())
-                ),
-                None => format!(
-                    "zram, {} at {} %: its store of {} is too large for a limit of {}, so it is in addition \
-                     to the limit: memory that the other backends do not have",
+        self.swap_until_done(app, AppBackend::Zram, fit, fit.limit_bytes())
+    }
+
+    /// Runs a program on a zram whose store is within the limit, by the size of the store in the
+    /// last run beyond it. `None` if the store leaves too little to the program.
+    fn zram_within(&mut self, app: &dyn App, fit: Fit) -> Result<Option<(Sample, Played)>, BenchError> {
+        let Some(usage) = self.zram_usage.get(&(app.name(), fit.percent)) else { return Ok(None) };
+        match beside_store(fit.limit_bytes(), usage) {
+            Some(left) => self.swap_until_done(app, AppBackend::ZramWithin, fit, left),
+            None => {
+                let note = format!(
+                    "zram, {} at {} %: its store of {} leaves too little of the limit of {}",
                     app.name(),
                     fit.percent,
                     show_bytes(usage.store_peak_bytes),
                     show_bytes(fit.limit_bytes())
-                ),
-            });
-            self.beside_zram.insert(key, left);
+                );
+                if !self.notes.contains(&note) {
+                    self.notes.push(note);
+                }
+                Ok(None)
+            }
         }
-        let left = self.beside_zram.get(&key).copied().flatten().unwrap_or(fit.limit_bytes());
-        self.swap_until_done(app, AppBackend::Zram, fit, left)
     }
 }
 

@@ -6,10 +6,7 @@ use aquifer_bench::support::report::{Column, Report, Row, Table, Target};
 use aquifer_bench::support::spread::Spread;
 
 use super::backends::AppBackend;
-use super::{Sample, Samples, Size};
-
-/// Percentage at which the targets compare with the peer.
-const JUDGED_PERCENT: u64 = 25;
+use super::{JUDGED_PERCENT, Sample, Samples, Size};
 
 /// The samples of one program with a part of its memory.
 struct View<'a> {
@@ -76,7 +73,12 @@ impl View<'_> {
             ],
             pictured: Some("s"),
             ratio: Some("swap file's s ÷ this"),
-            rows: backends.iter().chain([&AppBackend::Plain]).map(|&backend| self.row(backend)).collect(),
+            rows: backends
+                .iter()
+                .filter(|backend| backend.is_measured_at(self.percent))
+                .chain([&AppBackend::Plain])
+                .map(|&backend| self.row(backend))
+                .collect(),
         }
     }
 
@@ -94,7 +96,7 @@ impl View<'_> {
     }
 
     fn pools(&self, backends: &[AppBackend]) -> impl Iterator<Item = AppBackend> + Clone {
-        let is_judged = self.percent == JUDGED_PERCENT;
+        let is_judged = [JUDGED_PERCENT, 2 * JUDGED_PERCENT].contains(&self.percent);
         backends.iter().copied().filter(move |backend| backend.is_limited_pool() && is_judged)
     }
 
@@ -119,19 +121,22 @@ impl View<'_> {
 
     /// Targets of the host's idle memory: what it has not yet cost.
     fn idle_memory(&self, backends: &[AppBackend]) -> Vec<Target> {
-        let pairs =
-            [(AppBackend::PoolTcpCached, AppBackend::PoolShm), (AppBackend::PoolElastic, AppBackend::Plain)];
+        let pairs = [
+            (AppBackend::PoolTcpCached, AppBackend::PoolShm, 1.1),
+            (AppBackend::PoolElastic, AppBackend::Plain, 1.1),
+            (AppBackend::PoolElasticHalf, AppBackend::PoolTcpHalf, 1.2),
+        ];
         let measured = pairs.iter().filter(|_| self.percent == JUDGED_PERCENT);
-        let target = |(backend, peer): &(AppBackend, AppBackend)| {
+        let target = |(backend, peer, bound): &(AppBackend, AppBackend, f64)| {
             let (name, of) = (backend.name(), peer.name());
             Some(Target {
                 name: format!("{}, {} % fit: {name}'s s ÷ {of}'s", self.name, self.percent),
                 value: self.ahead_of(*backend, *peer)?,
-                bound: 1.1,
+                bound: *bound,
                 at_most: true,
             })
         };
-        measured.filter(|(backend, _)| backends.contains(backend)).filter_map(target).collect()
+        measured.filter(|(backend, ..)| backends.contains(backend)).filter_map(target).collect()
     }
 
     /// Notes about pools without a comparison, because the kernel killed the peer in each round.

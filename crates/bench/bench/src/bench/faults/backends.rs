@@ -27,6 +27,8 @@ pub enum FaultBackend {
     Plain,
     /// On memory nodes.
     Pool,
+    /// On memory nodes, with a page cache in the host's idle memory.
+    PoolCached,
     /// On kernel swap.
     Swap {
         /// Whether the device is a zram instead of a file.
@@ -45,8 +47,14 @@ pub enum FaultBackend {
 
 impl FaultBackend {
     /// The backends that every machine supports, in the order of a round.
-    pub const ALWAYS: [Self; 5] =
-        [Self::Plain, Self::PlainFault, Self::Bare { other: false }, Self::Bare { other: true }, Self::Pool];
+    pub const ALWAYS: [Self; 6] = [
+        Self::Plain,
+        Self::PlainFault,
+        Self::Bare { other: false },
+        Self::Bare { other: true },
+        Self::Pool,
+        Self::PoolCached,
+    ];
     /// The backends that need root and swap.
     pub const PEERS: [Self; 4] = [
         Self::Swap { zram: false, eight: false },
@@ -62,6 +70,7 @@ impl FaultBackend {
         match self {
             Self::Plain => "plain, all resident",
             Self::Pool => "pool",
+            Self::PoolCached => "pool, page cache",
             Self::Swap { zram: false, eight: false } => "swap file, read-ahead 1",
             Self::Swap { zram: false, eight: true } => "swap file, read-ahead 8",
             Self::Swap { zram: true, eight: false } => "zram, read-ahead 1",
@@ -70,6 +79,11 @@ impl FaultBackend {
             Self::Bare { other: false } => "floor: bare userfaultfd, same CPU",
             Self::Bare { other: true } => "floor: bare userfaultfd, other CPU",
         }
+    }
+
+    /// Whether the backend is the pool.
+    pub fn is_pool(self) -> bool {
+        matches!(self, Self::Pool | Self::PoolCached)
     }
 
     /// Whether the backend is kernel swap.
@@ -105,6 +119,8 @@ pub struct Bench {
     pub programs: Programs,
     /// The cluster with the pool.
     pub cluster: Cluster,
+    /// A cluster with a page cache.
+    pub cached_cluster: Cluster,
     /// Folder for outputs.
     pub folder: TempDir,
     /// Notes for the report.
@@ -120,7 +136,8 @@ impl Bench {
         match backend {
             FaultBackend::PlainFault | FaultBackend::Bare { .. } => self.floor(case, backend).map(Some),
             FaultBackend::Plain => self.plain(case).map(Some),
-            FaultBackend::Pool => self.pool(case).map(Some),
+            FaultBackend::Pool => self.pool(case, &self.cluster).map(Some),
+            FaultBackend::PoolCached => self.pool(case, &self.cached_cluster).map(Some),
             FaultBackend::Swap { .. } => match self.swap(case, backend)? {
                 Some(sample) => Ok(Some(sample)),
                 None => self.swap(case, backend),
@@ -164,15 +181,14 @@ impl Bench {
         Ok(sample)
     }
 
-    fn pool(&self, case: Case) -> Result<Sample, BenchError> {
+    fn pool(&self, case: Case, cluster: &Cluster) -> Result<Sample, BenchError> {
         let stats = self.folder.path().join("stats.json");
-        let mut command =
-            self.cluster.pooled_command(self.size.limit_bytes, &stats, &self.programs.faultbench)?;
+        let mut command = cluster.pooled_command(self.size.limit_bytes, &stats, &self.programs.faultbench)?;
         self.arguments(&mut command, case);
-        let before_us = self.cluster.cpu_us();
+        let before_us = cluster.cpu_us();
         let (outcome, figures) = self.measured(command, Watched::Started, "faultbench", "on the pool")?;
         let mut sample = latencies(&figures);
-        add_common(&mut sample, &outcome, self.cluster.cpu_us().saturating_sub(before_us));
+        add_common(&mut sample, &outcome, cluster.cpu_us().saturating_sub(before_us));
         let stats = read_statistics(&stats)?;
         if stats.remote_reads > 0 {
             sample.insert("READs/page", float(stats.remote_read_trips) / float(stats.remote_reads));
@@ -182,6 +198,7 @@ impl Bench {
         }
         sample.insert("elsewhere MiB", float(stats.remote_peak_bytes) / MIB);
         sample.insert("faults", float(stats.faults));
+        sample.insert("cache hits", float(stats.cache_hits));
         sample.insert("agent's p50 µs", stats.fault_latency_us.p50);
         sample.insert("prefetched", float(stats.prefetched));
         sample.insert("lost pages", float(stats.lost_pages));

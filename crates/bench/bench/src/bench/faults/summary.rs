@@ -85,7 +85,7 @@ impl View<'_> {
         }
         let p50 = |backend| move |round| self.figure(backend, "p50 µs", round);
         let speed = |backend| move |round| self.figure(backend, "MB/s", round);
-        if backend == FaultBackend::Pool || backend.is_peer() {
+        if backend.is_pool() || backend.is_peer() {
             put("CPU µs/page", self.spread(&|round| self.cpu_us_per_page(backend, round)));
             put("p50 ÷ floor", self.ratio(&p50(backend), &|round| self.floor_us(round)));
             put("p50 ÷ (floor + READ)", self.ratio(&p50(backend), &|round| self.floor_with_read_us(round)));
@@ -107,7 +107,7 @@ impl View<'_> {
 
     fn table(&self, backends: &[FaultBackend]) -> Table {
         let order: &[fn(&FaultBackend) -> bool] =
-            &[|backend| *backend == FaultBackend::Pool, |backend| backend.is_peer(), |_| true];
+            &[|backend| backend.is_pool(), |backend| backend.is_peer(), |_| true];
         let mut sorted: Vec<FaultBackend> =
             backends.iter().copied().filter(|backend| *backend != FaultBackend::Plain).collect();
         sorted.sort_by_key(|backend| order.iter().position(|is| is(backend)));
@@ -152,6 +152,20 @@ impl View<'_> {
                 let floor = self.ratio(&p50, &|round| self.floor_with_read_us(round));
                 add(format!("{name}: p50 ÷ (cheapest bare userfaultfd + raw tcp READ)"), floor, 1.4, true);
             }
+            if !self.case.write {
+                let hit = of(FaultBackend::PoolCached, "p50 µs");
+                let floor = self.ratio(&hit, &|round| self.floor_us(round));
+                add(
+                    format!("{name}, from the page cache: p50 ÷ cheapest bare userfaultfd"),
+                    floor,
+                    1.35,
+                    true,
+                );
+                if self.reads.fabric == Fabric::Tcp {
+                    let pool = self.ratio(&hit, &p50);
+                    add(format!("{name}, from the page cache: p50 ÷ without it"), pool, 0.5, true);
+                }
+            }
             let file = self.ratio(&p50, &|round| self.best(&files, "p50 µs", round, f64::min));
             add(format!("{name}: p50 ÷ the swap file's (better read-ahead)"), file, 1.0, true);
         } else {
@@ -195,7 +209,7 @@ pub fn fill(
 }
 
 fn memory(views: &[View<'_>], backends: &[FaultBackend]) -> Table {
-    let pages = |backend: &&FaultBackend| **backend == FaultBackend::Pool || backend.is_peer();
+    let pages = |backend: &&FaultBackend| backend.is_pool() || backend.is_peer();
     let rows = views.iter().flat_map(|view| {
         backends.iter().filter(pages).map(|&backend| {
             let row = view.row(backend);
@@ -207,6 +221,7 @@ fn memory(views: &[View<'_>], backends: &[FaultBackend]) -> Table {
         "elsewhere MiB",
         "store beside limit MiB",
         "faults",
+        "cache hits",
         "READs/page",
         "WRITEs/page",
         "agent's p50 µs",
