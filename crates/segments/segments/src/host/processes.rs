@@ -13,10 +13,10 @@ use aquifer_ownership::Holding;
 impl SegmentHost {
     /// Opens a process of a tenant: from now on it accepts segments on this host.
     ///
-    /// The name is unique in the tenant. `identity` is the process, if the agent can see it, and
-    /// `held` are the segments that the process received from an earlier process of this agent.
-    /// Returns the numbers of those segments that the process still owns, and of those whose
-    /// hand-over is in progress.
+    /// The name is unique in the tenant. Waits until a process of the name that has just ended is
+    /// closed. `identity` is the process, if the agent can see it, and `held` are the segments that
+    /// the process received from an earlier process of this agent. Returns the numbers of those
+    /// segments that the process still owns, and of those whose hand-over is in progress.
     ///
     /// # Errors
     /// If the name is not valid, or another process has it.
@@ -32,6 +32,7 @@ impl SegmentHost {
             return Err(SegmentError::Name(process.to_owned()));
         }
         let shared = &self.shared;
+        shared.processes.await_close(tenant, process, identity);
         if shared.is_used_by_another(tenant, process, identity)
             || !shared.registry.add_process(tenant, process, shared.own, shared.lease)?
         {
