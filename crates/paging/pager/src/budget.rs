@@ -99,13 +99,15 @@ impl Budget {
     /// Counts pages that were evicted. While the run is above its target, its maximum falls by most
     /// of them: a run whose threads always want more would otherwise return nothing.
     pub fn note_evicted(&self, pages: u64) {
-        let target = self.borrowed_target.load(Relaxed);
-        if self.borrowed_max() <= target || Mutation::LetGrow.is_active() {
-            return;
+        let less = |max: u64| {
+            let target = self.borrowed_target.load(Relaxed);
+            let less = max.saturating_sub(pages - pages / REGROWTH_DIVISOR).max(target);
+            (less < max).then_some(less)
+        };
+        if !Mutation::LetGrow.is_active() {
+            // It fails if the run is at its target.
+            let _at_target = self.borrowed_max.fetch_update(Relaxed, Relaxed, less);
         }
-        let less = |max: u64| Some(max.saturating_sub(pages - pages / REGROWTH_DIVISOR).max(target));
-        // It cannot fail: the closure always returns a number.
-        let _before = self.borrowed_max.fetch_update(Relaxed, Relaxed, less);
     }
 
     fn note_allowed(&self) {

@@ -368,7 +368,7 @@ impl Mempool {
     /// Returns the memory of a block that no volume owns to the system: of a free block, or else of
     /// a cached one. Returns false if there is none, or if a device has pinned the mempool.
     ///
-    /// The lock is held for the 20 to 40 µs of one block, so that a volume never finds fewer blocks
+    /// The lock is held for the 20 to 60 µs of one block, so that a volume never finds fewer blocks
     /// than it is guaranteed.
     ///
     /// # Errors

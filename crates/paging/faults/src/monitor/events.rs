@@ -140,6 +140,7 @@ impl<E: Edge> Monitor<E> {
         match event {
             SenderEvent::Staged { block, buffer, found } => {
                 self.volume.staged(block, &found);
+                self.budget.note_evicted(found.len() as u64);
                 self.edge.release_buffer(buffer);
                 self.free_buffers.push(buffer);
             }

@@ -208,7 +208,6 @@ impl<E: Edge> Monitor<E> {
         }
         self.forget_pending_unmaps();
         FaultStats::add(&self.stats.evictions, moved.len());
-        self.budget.note_evicted(moved.len() as u64);
         self.volume.left(block, &moved);
         let clean_copies = moved.iter().map(|page| self.volume.clean_copy(*page)).collect();
         self.edge.submit_batch(EvictedBatch { block, buffer, positions, clean_copies });

@@ -17,6 +17,7 @@ const TENANTS_MAX: usize = 1024;
 /// Adds the counters of a run to its tenant.
 fn count(tenant: &mut TenantStatistics, run: &RunStatistics) {
     tenant.faults += run.faults;
+    tenant.cache_hits += run.cache_hits;
     tenant.remote_reads += run.remote_reads;
     tenant.evictions += run.evictions;
     tenant.lost_pages += run.lost_pages;
@@ -124,6 +125,7 @@ mod tests {
         add(&mut now, &report());
         assert_eq!((now.runs, now.resident_bytes, now.mempool_bytes, now.remote_bytes), (1, 2, 3, 4));
         assert_eq!((now.faults, now.remote_reads, now.evictions, now.lost_pages), (16, 24, 30, 32));
+        assert_eq!(now.cache_hits, 36);
     }
 
     #[test]

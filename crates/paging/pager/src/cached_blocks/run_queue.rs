@@ -30,6 +30,19 @@ struct GroupQueue {
 }
 
 impl GroupQueue {
+    /// Removes the stale entries at both ends.
+    fn remove_stale_ends(&mut self, blocks: &BlockTable) {
+        let is_stale = |entry: Option<&(BlockId, u64)>| {
+            entry.is_some_and(|(block, sequence)| is_stale(blocks, *block, *sequence))
+        };
+        while is_stale(self.entries.front()) {
+            self.entries.pop_front();
+        }
+        while is_stale(self.entries.back()) {
+            self.entries.pop_back();
+        }
+    }
+
     /// Removes the first block at an end that is not pinned.
     fn remove_first(&mut self, end: End, blocks: &BlockTable) -> Option<BlockId> {
         let mut pinned = 0;
@@ -101,11 +114,13 @@ impl RunQueue {
         self.groups[group as usize].cached -= 1;
     }
 
-    /// Moves the pages of a sparse block into others of its group, and removes it. Returns `None` if
-    /// some blocks have too little room for that.
-    pub fn merge(&self, blocks: &mut BlockTable, random: &mut u64) -> Option<BlockId> {
+    /// Moves the pages of a sparse block into others of its group, and removes it. Returns `None`
+    /// if some blocks have too little room for that.
+    pub fn merge(&mut self, blocks: &mut BlockTable, random: &mut u64) -> Option<BlockId> {
+        let group = self.large_sample().unwrap_or(Group::Rest);
+        self.groups[group as usize].remove_stale_ends(blocks);
         let mut candidates = [None; MERGE_CANDIDATES];
-        self.merge_candidates(blocks, random, &mut candidates);
+        self.merge_candidates(group, blocks, random, &mut candidates);
         candidates.sort_unstable_by_key(|candidate| candidate.map_or(usize::MAX, |(pages, _)| pages));
         let mut found = candidates.into_iter().flatten();
         let (pages, source) = found.next().filter(|(pages, _)| *pages <= MOVED_PAGES_MAX)?;
@@ -113,14 +128,14 @@ impl RunQueue {
         (room >= pages && blocks.move_pages(source, found.map(|(_, block)| block))).then_some(source)
     }
 
-    /// Finds blocks of the group that must give one up, and the numbers of their pages.
+    /// Finds blocks of a group, and the numbers of their pages.
     fn merge_candidates(
         &self,
+        group: Group,
         blocks: &BlockTable,
         random: &mut u64,
         candidates: &mut [Option<(usize, BlockId)>; MERGE_CANDIDATES],
     ) {
-        let group = self.large_sample().unwrap_or(Group::Rest);
         let entries = &self.groups[group as usize].entries;
         let Some(last) = entries.len().checked_sub(1) else { return };
         let end = self.end_of(group);
@@ -133,7 +148,7 @@ impl RunQueue {
             let (block, sequence) = entries[place];
             let pages = blocks.states.entries(block);
             let is_found = candidates[..at].iter().flatten().any(|(_, other)| *other == block);
-            if pages > 0 && !is_found && !is_stale(blocks, block, sequence) {
+            if !is_found && !is_stale(blocks, block, sequence) {
                 candidates[at] = Some((pages, block));
             }
         }

@@ -63,4 +63,11 @@ impl Filler {
         !self.suspended.is_empty()
             && self.slabs.replicas(slab).iter().any(|replica| self.is_suspended(replica.node))
     }
+
+    /// Drops the replica of a slab on a node that lacks a WRITE, if there is another replica.
+    pub fn drop_replica(&mut self, slab: SlabId, node: NodeId) {
+        if self.slabs.drop_replica(slab, node) {
+            self.degraded.insert(slab);
+        }
+    }
 }

@@ -51,6 +51,8 @@ pub(super) struct BatchWrite {
     pub failed_groups: u64,
     /// Page groups that no replica has acknowledged yet.
     pub awaited_groups: u64,
+    /// Number of times that pages were written again although a replica had acknowledged them.
+    pub rewrites: u32,
 }
 
 impl BatchWrite {
@@ -75,6 +77,7 @@ impl BatchWrite {
             confirming_groups: 0,
             failed_groups: 0,
             awaited_groups: 0,
+            rewrites: 0,
         }
     }
 

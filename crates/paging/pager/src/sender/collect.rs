@@ -10,6 +10,11 @@ use super::{HEAL_WORK_ID, Sender};
 use crate::mempool::BLOCK_PAGES;
 use crate::mutation::Mutation;
 
+/// Times that pages of a batch are written again because one of their replicas lacks them. After
+/// that the replica is dropped: nodes that answer probes and no WRITEs would keep the batch for
+/// ever.
+const REWRITES_MAX: u32 = 8;
+
 impl Sender {
     /// Polls all ports, applies the completions, and drops the nodes of failed operations.
     pub(super) fn collect(&mut self) {
@@ -84,7 +89,9 @@ impl Sender {
     /// Ends the page groups of which an operation has failed. If a replica that is left lacks them,
     /// or none is left, their pages are written again.
     fn end_failed_groups(&mut self) {
+        let mut incomplete = Vec::new();
         for batch in &mut self.batches {
+            let mut has_rewritten = false;
             for first in bits(batch.failed_groups) {
                 if batch.group_outstanding[first] > 0 {
                     continue;
@@ -97,12 +104,20 @@ impl Sender {
                 let acknowledged = left & batch.group_acknowledged[first];
                 // A node that did not confirm clean copies may have them nevertheless.
                 let may_lack = batch.is_confirming(first) || Mutation::KeepIncomplete.is_active();
-                if acknowledged == 0 || acknowledged != left && !may_lack {
-                    let pages = batch.group_pages[first];
-                    self.stats.rewritten_pages += u64::from(pages.count_ones());
-                    batch.rewrite(&self.slabs, pages);
+                if acknowledged == left && left != 0 || acknowledged != 0 && may_lack {
+                    continue;
                 }
+                if acknowledged != 0 && batch.rewrites >= REWRITES_MAX {
+                    incomplete.push((slab, left & !acknowledged));
+                    continue;
+                }
+                has_rewritten |= acknowledged != 0;
+                let pages = batch.group_pages[first];
+                self.stats.rewritten_pages += u64::from(pages.count_ones());
+                batch.rewrite(&self.slabs, pages);
             }
+            batch.rewrites += u32::from(has_rewritten);
         }
+        incomplete.into_iter().for_each(|(slab, lacking)| self.drop_incomplete_replicas(slab, lacking));
     }
 }

@@ -8,6 +8,7 @@
 //!   count again when the node answers.
 //! - Pages that a suspended node has not acknowledged are written to other slabs, even if another
 //!   node has them: without the old replica, the loss of the other nodes would lose the whole slab.
+//!   Only after some attempts the replica is dropped.
 //! - No page is copied to or from the node. If its memory is lost, an operation ends with another
 //!   error, and the node is dropped.
 //!
@@ -21,7 +22,7 @@ use aquifer_pool::{AnswerTimeout, Clock, NodeId};
 use super::Sender;
 use super::batch::BatchWrite;
 use crate::ports::Connector;
-use crate::slabs::SlabSet;
+use crate::slabs::{SlabId, SlabSet};
 
 /// Time without an answer of a node after which its operations are abandoned, if batches are in
 /// flight, for which programs may wait.
@@ -147,6 +148,25 @@ impl Sender {
                     self.stats.node_timeouts += 1;
                     self.answer_waits.lengthen(now);
                 }
+            }
+        }
+    }
+}
+
+impl Sender {
+    /// Drops the replicas of a slab at these places, which lack pages that another replica has.
+    pub(super) fn drop_incomplete_replicas(&mut self, slab: SlabId, places: u8) {
+        for (place, replica) in self.slabs.replicas(slab).placed() {
+            if places & 1 << place != 0 {
+                tracing::warn!(
+                    node = replica.node.0,
+                    "memory node does not answer WRITEs; dropping a replica"
+                );
+                self.filler.drop_replica(slab, replica.node);
+                // A leak scan frees the replica when the node has returned.
+                self.pool.suspect_leak(replica.node);
+                self.healer.search_soon();
+                self.count_suspended_slabs();
             }
         }
     }

@@ -145,7 +145,12 @@ fn play() {
         let model = Arc::clone(&model);
         thread::spawn(move || (0..4).for_each(|turn| model.read((reader + turn) % LOCATIONS)))
     });
-    let readers: Vec<_> = readers.collect();
+    let mut readers: Vec<_> = readers.collect();
+    // A program gets a page from the cache, or releases its location.
+    readers.push({
+        let model = Arc::clone(&model);
+        thread::spawn(move || (0..LOCATIONS).for_each(|location| model.index.remove(Location(location))))
+    });
     for step in 0..6 {
         if step % 2 == 0 {
             model.merge(step / 2 % BLOCKS, (step + 2) % LOCATIONS);
