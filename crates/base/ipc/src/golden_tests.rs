@@ -269,6 +269,7 @@ fn golden_names_in_a_program() {
     golden.text("where the agent listens", crate::SOCKET_VARIABLE);
     golden.text("the run's token", crate::RUN_VARIABLE);
     golden.text("how much of the allocator's memory may be resident", crate::LOCAL_VARIABLE);
+    golden.text("resident memory of the allocator while its host is idle", crate::LOCAL_MAX_VARIABLE);
     golden.text("copies of the allocator's pages", crate::REPLICAS_VARIABLE);
     golden.text("the symbol of the shim", crate::SHIM_SYMBOL.to_str().expect("the name is UTF-8"));
     golden.text("exit code of a program that could not be paged", &crate::EXIT_FAILED.to_string());

@@ -93,6 +93,7 @@ fn golden_statistics_and_status() {
         mempool_bytes: 5,
         remote_bytes: 6,
         faults: 7,
+        cache_hits: 48,
         remote_reads: 8,
         evictions: 9,
         lost_pages: 10,

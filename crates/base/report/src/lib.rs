@@ -178,6 +178,9 @@ pub struct TenantStatistics {
     pub remote_bytes: u64,
     /// Faults served, ended runs included.
     pub faults: u64,
+    /// Pages filled from the page cache of the host, ended runs included.
+    #[serde(default)]
+    pub cache_hits: u64,
     /// Pages read from memory nodes, ended runs included.
     pub remote_reads: u64,
     /// Pages evicted, ended runs included.

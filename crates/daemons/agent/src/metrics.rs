@@ -155,8 +155,11 @@ const TENANT_BYTES: [Metric<TenantStatistics>; 5] = [
     }),
 ];
 
-const TENANT_COUNTERS: [Metric<TenantStatistics>; 4] = [
+const TENANT_COUNTERS: [Metric<TenantStatistics>; 5] = [
     ("tenant_faults", "Page faults served, ended runs included.", |tenant| tenant.faults),
+    ("tenant_cache_hits", "Pages filled from the page cache of the host, ended runs included.", |tenant| {
+        tenant.cache_hits
+    }),
     ("tenant_remote_reads", "Pages read from memory nodes, ended runs included.", |tenant| {
         tenant.remote_reads
     }),

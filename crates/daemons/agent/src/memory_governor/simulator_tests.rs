@@ -22,7 +22,7 @@ const EVICTED: u64 = 16 * MIB;
 /// Free bytes below which the simulated kernel reports pressure.
 const PRESSURE_BYTES: u64 = 256 * MIB;
 /// Steps after the last change after which memory must be in use again.
-const QUIET_STEPS: u32 = 420;
+const UNCHANGED_STEPS: u32 = 420;
 const STEPS: u32 = 6_000;
 const SCHEDULES: u64 = 60;
 
@@ -98,7 +98,7 @@ struct SimHost {
     runs: Vec<SimRun>,
     governor: CacheGovernor,
     lender: Lender,
-    quiet: u32,
+    unchanged: u32,
 }
 
 impl SimHost {
@@ -121,7 +121,7 @@ impl SimHost {
             runs,
             governor: CacheGovernor::new(keep_free),
             lender: Lender::new(keep_free),
-            quiet: 0,
+            unchanged: 0,
             rng,
         }
     }
@@ -150,7 +150,7 @@ impl SimHost {
             ));
         }
         self.govern(free.unsigned_abs() < PRESSURE_BYTES)?;
-        self.check_quiet()
+        self.check_unchanged()
     }
 
     fn change_plans(&mut self) {
@@ -161,14 +161,14 @@ impl SimHost {
             if self.overstated > 0 {
                 self.others_goal = 0;
             }
-            self.quiet = 0;
+            self.unchanged = 0;
         }
         if self.rng.chance(1, 500) && !self.runs.is_empty() {
             let at = self.rng.index(self.runs.len());
             let run = &mut self.runs[at];
             run.demand = self.rng.below(2 * run.range);
             run.activity = [Activity::Idle, Activity::Low, Activity::High][self.rng.index(3)];
-            self.quiet = 0;
+            self.unchanged = 0;
         }
     }
 
@@ -208,9 +208,9 @@ impl SimHost {
 
     /// Some time after the last change the cache has all that need not stay free, and each run has
     /// what it wants if there is enough for all.
-    fn check_quiet(&mut self) -> Result<(), String> {
-        self.quiet = if self.others == self.others_goal { self.quiet + 1 } else { 0 };
-        if self.quiet < QUIET_STEPS || self.overstated > 0 {
+    fn check_unchanged(&mut self) -> Result<(), String> {
+        self.unchanged = if self.others == self.others_goal { self.unchanged + 1 } else { 0 };
+        if self.unchanged < UNCHANGED_STEPS || self.overstated > 0 {
             return Ok(());
         }
         let unused = self.available().unsigned_abs().saturating_sub(self.keep_free);
