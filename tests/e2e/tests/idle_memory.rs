@@ -18,13 +18,14 @@ const MIB: u64 = 1 << 20;
 /// Bytes of the checker's memory, in MiB.
 const WHOLE_MIB: u64 = 96;
 /// Available memory of an idle host, in MiB.
-const IDLE_MIB: u64 = 16 << 10;
+pub(super) const IDLE_MIB: u64 = 16 << 10;
 
 /// A file in place of `/proc/meminfo`.
-struct Meminfo(TempDir);
+pub(super) struct Meminfo(TempDir);
 
 impl Meminfo {
-    fn new(available_mib: u64) -> Self {
+    /// A host of which this is available.
+    pub fn new(available_mib: u64) -> Self {
         let meminfo = Self(tempfile::tempdir().expect("a folder"));
         meminfo.set(available_mib);
         meminfo
@@ -43,7 +44,7 @@ impl Meminfo {
     }
 
     /// Starts a cluster on a host with this memory.
-    fn up(&self) -> Cluster {
+    pub fn up(&self) -> Cluster {
         let path = self.path();
         Cluster::up_in(&[("AQUIFER_MEMINFO", path.to_str().expect("a plain path"))], 2, "256M", &[])
     }
@@ -137,6 +138,23 @@ fn an_elastic_run_has_no_more_than_its_largest_limit() {
     limit(&["32M", "--max", "32M"]);
     await_status(&cluster, "the run to be held at its limit", |_, run| {
         run["limit_max_bytes"].is_null() && figure(run, "resident_bytes") <= 36 * MIB
+    });
+    end(&cluster, run);
+}
+
+#[test]
+fn runs_without_the_option_have_the_largest_limit_of_their_agent() {
+    let meminfo = Meminfo::new(IDLE_MIB);
+    let mut cluster = meminfo.up();
+    processes::kill(cluster.daemon("agent", None));
+    let agent = ["agent", "--local-max", "64M"];
+    let _agent = Killed(cluster.command().args(agent).spawn().expect("it can be started"));
+    eventually("the agent to serve", || status(cluster.agent_socket()));
+    let run = start(&mut cluster, &[]);
+    await_faults(&cluster, "evictions");
+    await_status(&cluster, "the run to have what it may borrow", |_, run| {
+        let resident = figure(run, "resident_bytes");
+        figure(run, "limit_max_bytes") == 64 * MIB && (56 * MIB..=72 * MIB).contains(&resident)
     });
     end(&cluster, run);
 }

@@ -5,13 +5,15 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Output, Stdio};
 
-use aquifer_ipc::{LOCAL_VARIABLE, REPLICAS_VARIABLE};
+use aquifer_ipc::{LOCAL_MAX_VARIABLE, LOCAL_VARIABLE, REPLICAS_VARIABLE};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::redis::PYTHON;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, run_plainly, status};
 use aquifer_tests_e2e::steps::assert_within_limit;
 use aquifer_tests_e2e::{Cluster, build, eventually};
+
+use super::idle_memory::{IDLE_MIB, Meminfo};
 
 const MIB: u64 = 1 << 20;
 const LIMIT: u64 = 32 * MIB;
@@ -114,6 +116,32 @@ fn freed_memory_is_freed_on_the_nodes() {
     program.proceed();
     program.await_place("freed");
     eventually("the memory to be freed", || (remote_bytes() < LIMIT / 2).then_some(()));
+    program.proceed();
+    assert!(program.child.wait().expect("it ends").success());
+    cluster.assert_all_free();
+}
+
+/// A Python program that touches 96 MiB until it may go on.
+const PYTHON_TOUCHES: &str = "
+import select, sys
+held = [bytearray(4096) for _ in range(24 * 1024)]
+print('held', flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for page in held: page[0] = 1
+";
+
+#[test]
+fn an_elastic_allocator_has_idle_memory_of_the_host() {
+    let meminfo = Meminfo::new(IDLE_MIB);
+    let cluster = meminfo.up();
+    let program = ["PYTHONMALLOC=malloc", PYTHON, "-c", PYTHON_TOUCHES];
+    let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), &program);
+    let mut program = Stopping::start(command.env(LOCAL_MAX_VARIABLE, "auto"));
+    program.await_place("held");
+    assert_eq!(figure(&cluster, "limit_max_bytes"), Some(u64::MAX));
+    eventually("all of it to be resident", || {
+        (figure(&cluster, "resident_bytes")? > 3 * LIMIT - BESIDE).then_some(())
+    });
     program.proceed();
     assert!(program.child.wait().expect("it ends").success());
     cluster.assert_all_free();

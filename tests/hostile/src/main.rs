@@ -7,6 +7,7 @@ mod descriptors;
 mod exhaustion;
 mod fuse;
 mod identity;
+mod page_cache;
 mod segments;
 mod stranger;
 mod sys;
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         "overwrite-control-and-wait" => control::overwrite_and_wait(),
         "fill" => exhaustion::fill(),
         "use-up-descriptors" => exhaustion::use_up_descriptors(),
+        "read-cached-pages" => page_cache::read(),
         "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),
         _ => panic!("there is no attack {attack}"),

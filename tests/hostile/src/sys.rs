@@ -36,6 +36,19 @@ pub fn touch(address: usize) {
     unsafe { (address as *mut u8).write_volatile(1) };
 }
 
+/// The words of a page of a mapping.
+pub fn words<'a>(page: usize) -> &'a mut [u64] {
+    // SAFETY: the page is in a mapping of this process, and each caller has one slice at a time.
+    unsafe { std::slice::from_raw_parts_mut(page as *mut u64, PAGE / size_of::<u64>()) }
+}
+
+/// Discards pages of anonymous memory, which are zero afterwards.
+pub fn discard(address: usize, bytes: usize) {
+    // SAFETY: the range is in a mapping of this process, and no reference into it exists.
+    let discarded = unsafe { libc::madvise(address as *mut c_void, bytes, libc::MADV_DONTNEED) };
+    assert_eq!(discarded, 0, "{}", io::Error::last_os_error());
+}
+
 /// A userfaultfd of the calling process, from the open device.
 pub fn userfaultfd(device: &OwnedFd) -> OwnedFd {
     // SAFETY: creates a descriptor.
@@ -105,17 +118,17 @@ pub fn write_memory(process: i32, address: usize, bytes: &[u8]) -> bool {
     usize::try_from(written) == Ok(bytes.len())
 }
 
+/// The ids of all processes, read without libc's functions, which hide the worker.
+pub fn processes() -> impl Iterator<Item = i32> {
+    let proc = rustix::fs::open("/proc", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty()).expect("proc");
+    let entries = rustix::fs::Dir::new(proc).expect("a folder").flatten();
+    entries.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
+}
+
 /// The userfaultfds of the worker of this process, which shares its memory.
 pub fn steal_userfaultfds() -> Vec<OwnedFd> {
     let mut stolen = Vec::new();
-    // Without libc's functions, which hide the worker.
-    let proc = rustix::fs::open("/proc", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty()).expect("proc");
-    for process in rustix::fs::Dir::new(proc).expect("a folder").flatten() {
-        let name = process.file_name().to_string_lossy();
-        let Ok(pid) = name.parse::<i32>() else { continue };
-        if !shares_memory(pid) {
-            continue;
-        }
+    for pid in processes().filter(|pid| shares_memory(*pid)) {
         for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
             let is_uffd = std::fs::read_link(entry.path())
                 .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]");

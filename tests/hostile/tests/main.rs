@@ -6,6 +6,7 @@ mod control;
 mod descriptors;
 mod exhaustion;
 mod identity;
+mod page_cache;
 mod segments;
 mod stranger;
 mod user;
