@@ -86,6 +86,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
             }),
         ),
         ("refused", Frame::Refused("no".to_owned())),
+        ("open-run-elastic", Frame::OpenRun(OpenRun { limit_max_bytes: Some(u64::MAX), ..open.clone() })),
         ("open-run", Frame::OpenRun(open)),
         ("run-opened", Frame::RunOpened(RunToken([9; 16]))),
         ("close-run", Frame::CloseRun),
@@ -94,6 +95,10 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("claim-agent", Frame::Claim(KeeperShare::Agent)),
         ("claim-node", Frame::Claim(KeeperShare::Node(7))),
         ("set-limit", Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096, limit_max_bytes: None })),
+        (
+            "set-limit-elastic",
+            Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096, limit_max_bytes: Some(8192) }),
+        ),
         ("watch-daemon", Frame::WatchDaemon { pid: 77, name: "node-1".to_owned() }),
         (
             "hold-refused",
