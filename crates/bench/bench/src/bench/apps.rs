@@ -58,13 +58,13 @@ pub struct Size {
 impl Size {
     const QUICK: Self = Self {
         rounds: 1,
-        fits: &[100, 25],
-        redis_keys: 30_000,
-        redis_requests: 20_000,
+        fits: &[JUDGED_PERCENT],
+        redis_keys: 20_000,
+        redis_requests: 10_000,
         postgres_scale: 2,
         postgres_transactions: 2,
-        learn_bytes: 96 * MIB,
-        learn_rounds: 4,
+        learn_bytes: 48 * MIB,
+        learn_rounds: 2,
     };
     const FULL: Self = Self {
         rounds: 3,
@@ -345,6 +345,6 @@ mod tests {
         assert_eq!(choose_fits(Size::FULL, None).unwrap().fits, [100, 75, 50, 25]);
         assert_eq!(choose_fits(Size::FULL, Some(50)).unwrap().fits, [50]);
         let error = choose_fits(Size::QUICK, Some(50)).unwrap_err().to_string();
-        assert!(error.contains("100, 25"), "{error}");
+        assert!(error.contains("give one of 25"), "{error}");
     }
 }
