@@ -121,7 +121,7 @@ fn freed_memory_is_freed_on_the_nodes() {
     cluster.assert_all_free();
 }
 
-/// A Python program that touches 96 MiB until it may go on.
+/// A Python program that touches 96 MiB until it receives a line.
 const PYTHON_TOUCHES: &str = "
 import select, sys
 held = [bytearray(4096) for _ in range(24 * 1024)]

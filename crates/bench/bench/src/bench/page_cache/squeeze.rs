@@ -132,11 +132,7 @@ impl Host {
     fn wait_for(&self, taken: u64, is_wanted: impl Fn(&Moment) -> bool) -> Result<f64, BenchError> {
         let began = Instant::now();
         while !is_wanted(&self.observe(taken)?) {
-            if began.elapsed() > WAIT_MAX {
-                let what = format!("memory was not lent or returned within {WAIT_MAX:?}");
-                let context = format!("{} were taken", show_bytes(taken));
-                return Err(BenchError::Wrong { program: "aquifer agent".into(), context, what });
-            }
+            check_time(began, taken)?;
         }
         Ok(began.elapsed().as_secs_f64())
     }
@@ -167,9 +163,7 @@ impl Host {
             } else {
                 below_max = below_max.max(below_since.get_or_insert_with(Instant::now).elapsed());
             }
-            if began.elapsed() > WAIT_MAX {
-                break;
-            }
+            check_time(began, taken)?;
         }
         let returned_s = began.elapsed().as_secs_f64();
         let free = float(KEPT_FREE_BYTES) + if least < 0 { -float(least.unsigned_abs()) } else { 0.0 };
@@ -180,6 +174,18 @@ impl Host {
             ("s until lent", lent_s),
         ]))
     }
+}
+
+/// Fails if memory has not been lent or returned in time.
+fn check_time(began: Instant, taken: u64) -> Result<(), BenchError> {
+    if began.elapsed() <= WAIT_MAX {
+        return Ok(());
+    }
+    Err(BenchError::Wrong {
+        program: "aquifer agent".into(),
+        context: format!("{} were taken", show_bytes(taken)),
+        what: format!("memory was not lent or returned within {WAIT_MAX:?}"),
+    })
 }
 
 /// Measures how fast idle memory is returned.
