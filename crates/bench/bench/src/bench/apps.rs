@@ -67,12 +67,12 @@ impl Size {
         learn_rounds: 2,
     };
     const FULL: Self = Self {
-        rounds: 3,
+        rounds: 2,
         fits: &[100, 75, 50, 25],
         redis_keys: 100_000,
         redis_requests: 40_000,
         postgres_scale: 3,
-        postgres_transactions: 4,
+        postgres_transactions: 2,
         learn_bytes: 128 * MIB,
         learn_rounds: 4,
     };
