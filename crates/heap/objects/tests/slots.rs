@@ -14,7 +14,7 @@ use shuttle::sync::Arc;
 use shuttle::sync::atomic::{AtomicU64, Ordering::SeqCst, fence};
 use shuttle::thread;
 
-const SCHEDULES: usize = 20_000;
+const SCHEDULES: usize = 10_000;
 const PAYLOAD_WORDS: usize = 3;
 const PAYLOAD: u64 = PAYLOAD_WORDS as u64;
 const SLOT: u64 = PAYLOAD + 1;
@@ -184,8 +184,8 @@ fn each_broken_step_is_detected() {
     ];
     for mutation in mutations {
         let play = move || mutation.while_active(play);
-        let is_noticed = catch_unwind(|| shuttle::check_random(play, 10 * SCHEDULES)).is_err()
-            || catch_unwind(|| shuttle::check_pct(play, 10 * SCHEDULES, 3)).is_err();
+        let is_noticed = catch_unwind(|| shuttle::check_random(play, 20 * SCHEDULES)).is_err()
+            || catch_unwind(|| shuttle::check_pct(play, 20 * SCHEDULES, 3)).is_err();
         assert!(is_noticed, "{mutation:?} is not detected");
     }
 }

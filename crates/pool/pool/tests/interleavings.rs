@@ -24,7 +24,7 @@ const NODE: NodeId = NodeId(1);
 const BASE: u64 = 1 << 32;
 const REGION: Key = Key(7);
 const TENANT: Tenant = Tenant(0);
-const SCHEDULES: usize = 4000;
+const SCHEDULES: usize = 2000;
 const STACK_BYTES: usize = 256 << 10;
 /// Allocations and frees of each worker.
 const TURNS: usize = 5;
@@ -387,7 +387,7 @@ fn no_chunk_has_two_owners_and_none_is_lost() {
 fn faults_are_detected() {
     for fault in [ClientFault::TornCas, ClientFault::Unfenced, ClientFault::RecordedLate] {
         let outcome = std::panic::catch_unwind(|| {
-            runner(RandomScheduler::new(10 * SCHEDULES)).run(move || play(fault));
+            runner(RandomScheduler::new(20 * SCHEDULES)).run(move || play(fault));
         });
         assert!(outcome.is_err(), "{fault:?} was not detected");
     }

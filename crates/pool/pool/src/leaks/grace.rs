@@ -171,7 +171,7 @@ mod tests {
     #[test]
     fn an_extent_that_is_being_allocated_is_not_reported_as_leaked() {
         shuttle::check_dfs(|| play(GraceFault::None), Some(400_000));
-        shuttle::check_random(|| play(GraceFault::None), 20_000);
+        shuttle::check_random(|| play(GraceFault::None), 10_000);
     }
 
     #[test]
