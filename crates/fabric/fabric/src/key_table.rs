@@ -84,6 +84,13 @@ impl KeyEntry {
         self.0 >> 32 == 0
     }
 
+    /// The tenant that owns the run, if any does.
+    #[must_use]
+    pub fn tenant(self) -> Option<Tenant> {
+        let owner = u32::try_from(self.0 >> 32).expect("32 bits");
+        (!self.is_unowned()).then(|| Tenant(owner.wrapping_sub(1)))
+    }
+
     /// Whether this tenant owns the run.
     #[must_use]
     pub const fn is_owned_by(self, tenant: Tenant) -> bool {

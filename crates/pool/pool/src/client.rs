@@ -16,6 +16,7 @@ use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
 use crate::cache::{NO_RECORD, search_start};
 use crate::error::PoolError;
+use crate::figures::{FigureTable, NodeFigures, RecalledMemory};
 use crate::leaks::{LeakDetector, Ledger, OperationGuard};
 use crate::op::{
     AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, Holding, HoldingsOp, OpError, RecoverOp, Recovered,
@@ -87,6 +88,8 @@ pub struct PoolClient {
     tenant: Tenant,
     nodes: BTreeMap<NodeId, ClientNode>,
     leak_detector: Arc<LeakDetector>,
+    /// The figures of the nodes; empty if no thread of this host reads them.
+    figures: Arc<FigureTable>,
     answer_timeout: Option<AnswerTimeout>,
 }
 
@@ -100,8 +103,14 @@ impl PoolClient {
 
     /// Creates a client of a host that has several clients, which share a leak detector.
     #[must_use]
-    pub const fn with_leak_detector(host: Host, tenant: Tenant, leak_detector: Arc<LeakDetector>) -> Self {
-        Self { host, tenant, nodes: BTreeMap::new(), leak_detector, answer_timeout: None }
+    pub fn with_leak_detector(host: Host, tenant: Tenant, leak_detector: Arc<LeakDetector>) -> Self {
+        let figures = Arc::default();
+        Self { host, tenant, nodes: BTreeMap::new(), leak_detector, figures, answer_timeout: None }
+    }
+
+    /// Sets the table with the figures of all nodes, which the host keeps up to date.
+    pub fn set_figures(&mut self, figures: Arc<FigureTable>) {
+        self.figures = figures;
     }
 
     /// Sets the time for which operations wait for the answer of a node. The default is the timeout
@@ -207,6 +216,43 @@ impl PoolClient {
         self.nodes.get(&id).map_or(0, ClientNode::free_bytes)
     }
 
+    /// Free bytes of a node, by its latest figures, less what this client has allocated since. By
+    /// the cached words if the figures are not known.
+    #[must_use]
+    pub fn usable_bytes(&self, id: NodeId) -> u64 {
+        let Some(node) = self.nodes.get(&id) else { return 0 };
+        let Some(read) = self.figures.get(id) else { return node.free_bytes() };
+        read.figures.free_bytes.saturating_sub(node.allocated_since(read.read))
+    }
+
+    /// Whether a node may have this much free memory. True if its figures are not known.
+    #[must_use]
+    pub fn may_have_free(&self, id: NodeId, bytes: u64) -> bool {
+        self.figures.get(id).is_none() || self.usable_bytes(id) >= bytes
+    }
+
+    /// Whether a node recalls memory, by its latest figures.
+    #[must_use]
+    pub fn recalls_memory(&self, id: NodeId) -> bool {
+        self.figures.get(id).is_some_and(|read| read.figures.recalls_memory())
+    }
+
+    /// The memory that nodes recall.
+    #[must_use]
+    pub fn recalled_memory(&self) -> Vec<RecalledMemory> {
+        let recalling = self.figures.all().into_iter().filter(|(_, figures)| figures.recalls_memory());
+        recalling.filter_map(|(id, figures)| self.nodes.get(&id)?.recalled_memory(&figures)).collect()
+    }
+
+    /// Reads the figures of a node, for a host's [`FigureTable`]. `None` if the node was writing
+    /// them.
+    ///
+    /// # Errors
+    /// If the node is gone or away.
+    pub fn read_figures(&mut self, id: NodeId) -> Result<Option<NodeFigures>, PoolError> {
+        self.node(id)?.read_figures()
+    }
+
     /// Bytes that a node lends, by the cached words; 0 for a node that this client does not have.
     #[must_use]
     pub fn total_bytes(&self, id: NodeId) -> u64 {
@@ -283,6 +329,7 @@ impl PoolClient {
     /// [`PoolError::Away`] it is unknown whether an extent was allocated; the node is suspect.
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
         let grant = self.run_alloc(id, AllocOp::new(self.host, class), class.bytes())?;
+        self.count_allocated(id, class.bytes());
         Ok(self.node(id)?.extent(grant))
     }
 
@@ -306,6 +353,7 @@ impl PoolClient {
             tracing::debug!(node = id.0, count, allocated, %error, "allocated fewer extents than requested");
             self.leak_detector.suspect_leak(id);
         }
+        self.count_allocated(id, class.bytes() * grants.len() as u64);
         let node = self.node(id)?;
         Ok(grants.into_iter().map(|grant| node.extent(grant)).collect())
     }
@@ -317,7 +365,15 @@ impl PoolClient {
     pub fn allocate_stretch(&mut self, id: NodeId, sections: u32) -> Result<Stretch, PoolError> {
         let op = StretchOp::new(self.host, sections);
         let grant = self.run_alloc(id, op, u64::from(sections) * SECTION_BYTES)?;
+        self.count_allocated(id, u64::from(sections) * SECTION_BYTES);
         Ok(Stretch { first: self.node(id)?.extent(grant), sections })
+    }
+
+    /// Counts an allocation, until the figures of the node are read again.
+    fn count_allocated(&mut self, id: NodeId, bytes: u64) {
+        if let (Some(read), Some(node)) = (self.figures.get(id), self.nodes.get_mut(&id)) {
+            node.count_allocated(read.read, bytes);
+        }
     }
 
     /// A number that changes with each section that the node clears.

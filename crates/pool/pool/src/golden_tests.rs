@@ -35,6 +35,7 @@ fn golden_header_and_tables() {
             ("last key", WordAt::Key(sections * SECTION_ENTRIES - 1)),
             ("last log", WordAt::Log(sections * SECTION_ENTRIES - 1)),
         ];
+        golden.text("figures", &layout.figures_at().to_string());
         for (name, at) in places {
             golden.text(name, &layout.word_at(at).to_string());
         }

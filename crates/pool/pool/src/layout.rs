@@ -139,6 +139,13 @@ impl Layout {
         }
     }
 
+    /// Offset of the node's figures: the entries of `logs[]` behind that of the first section,
+    /// which have no other use.
+    #[must_use]
+    pub const fn figures_at(&self) -> u64 {
+        self.logs_at() + LOG_ENTRY_BYTES
+    }
+
     /// The place of the key table, for the fabric.
     #[must_use]
     pub const fn key_table(&self) -> KeyTable {

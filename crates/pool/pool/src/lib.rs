@@ -8,6 +8,7 @@
 //!   [`PoolClient`] drive the same ones.
 //! - [`cache`]: the control words of a node as a client last found them.
 //! - [`client`]: the edge, which runs the state machines over fabric endpoints.
+//! - [`figures`]: what a node lends and recalls, as hosts read it.
 //! - `leaks`: leak detection over all clients of a host.
 //! - `node_memory`: the node's side, which creates the region and opens it to hosts.
 //!
@@ -18,6 +19,7 @@
 pub mod cache;
 pub mod client;
 mod error;
+pub mod figures;
 #[cfg(test)]
 mod golden_tests;
 pub mod layout;
@@ -31,6 +33,7 @@ pub mod word;
 
 pub use client::{AnswerTimeout, Clock, Extent, NodeId, POOL_WORK_ID, PoolClient, Stretch, recover_node};
 pub use error::{FormatError, PoolError};
+pub use figures::{FigureTable, NodeFigures, RecalledMemory};
 pub use leaks::{LeakDetector, Ledger, OperationGuard, ScanProgress};
 pub use node_memory::{NodeMemory, NodeMemoryError};
 pub use size::SizeClass;

@@ -1,12 +1,16 @@
 //! The node's side of the pool: creates the region, opens it to hosts, clears and releases memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use aquifer_fabric::{Access, Key, KeyEntry, Memory, Region, Registration, Scope, Target, TargetError};
+use aquifer_fabric::{
+    Access, Key, KeyEntry, Memory, Region, Registration, Scope, Target, TargetError, Tenant,
+};
 
 use crate::client::{Extent, NodeId};
 use crate::error::FormatError;
+use crate::figures::NodeFigures;
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
@@ -106,6 +110,13 @@ impl NodeMemory {
         Ok(Self { layout, memory, region })
     }
 
+    /// Writes the node's figures, which hosts READ.
+    pub fn write_figures(&self, figures: NodeFigures) {
+        for (index, word) in figures.encode().into_iter().enumerate() {
+            self.memory.atomic_u64(offset(self.layout.figures_at()) + index * 8).store(word, SeqCst);
+        }
+    }
+
     /// Bytes of free chunks, counted as a client counts them: without spans that are being opened
     /// or closed.
     ///
@@ -155,6 +166,23 @@ impl NodeMemory {
     pub fn find_free(&self, section: u32, order: u8, in_use: bool) -> Option<AlignedRun> {
         let word = SectionWord(self.section_word(section));
         if in_use && word.bits() == 0 { None } else { word.find(order) }
+    }
+
+    /// The spans of a section that are not free, with their owners. The node itself, and heaps, own
+    /// spans without a tenant.
+    pub fn used_spans(&self, section: u32) -> impl Iterator<Item = (u32, Option<Tenant>)> {
+        let free = SectionWord(self.section_word(section)).empty_spans();
+        let spans = (0..SECTION_SPANS).filter(move |place| free & 1 << place == 0);
+        spans.map(move |place| {
+            let span = section * SECTION_SPANS + place;
+            (span, KeyEntry(self.word(WordAt::span_key(span))).tenant())
+        })
+    }
+
+    /// Whether any span of a section is free.
+    #[must_use]
+    pub fn has_free_spans(&self, section: u32) -> bool {
+        SectionWord(self.section_word(section)).empty_spans() != 0
     }
 
     /// The word of a section.
@@ -236,6 +264,16 @@ impl NodeMemory {
     pub fn clear_entries(&self, chunk: u32, class: SizeClass) {
         let put = |at| self.memory.atomic_u64(offset(self.layout.word_at(at))).store(0, SeqCst);
         Self::entries_of(chunk, class).for_each(put);
+    }
+
+    /// The spans of an extent of whole spans.
+    ///
+    /// # Panics
+    /// If it is not an extent of this memory.
+    #[must_use]
+    pub fn spans_of(&self, extent: &Extent) -> Range<u32> {
+        let first = self.chunk_of(extent) / SPAN_CHUNKS;
+        first..first + extent.class.chunks() / SPAN_CHUNKS
     }
 
     /// The section of an extent.

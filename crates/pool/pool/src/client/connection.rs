@@ -14,6 +14,7 @@ use aquifer_fabric::{
 use super::node::connection_error;
 use super::{NodeId, POOL_WORK_ID};
 use crate::error::{FormatError, PoolError};
+use crate::figures::{FIGURES_BYTES, NodeFigures};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::op::{Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, WordAccess};
 use crate::shared_endpoint::{SharedEndpoint, SharedState};
@@ -36,6 +37,9 @@ const WORDS_BYTES: usize = LANES_AT + LANES_MAX * LANE_BYTES;
 /// Length of the READ of the header.
 const HEADER_LEN: u32 = 4096;
 const _: () = assert!(HEADER_LEN as usize == HEADER_BYTES);
+/// Length of the READ of a node's figures, in bytes.
+const FIGURES_LEN: u32 = 40;
+const _: () = assert!(FIGURES_LEN as usize == FIGURES_BYTES);
 const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
 /// Polls before the thread yields the processor.
 const SPINS_MAX: u32 = 256;
@@ -192,6 +196,19 @@ impl NodeConnection {
         let mut page = [0; HEADER_BYTES];
         self.local.read(0, &mut page);
         Layout::decode(&page).map_err(|cause| PoolError::Format { node, cause })
+    }
+
+    /// Reads the node's figures; `None` if it was writing them.
+    ///
+    /// # Errors
+    /// If the connection fails.
+    pub fn read_figures(&mut self) -> Result<Option<NodeFigures>, WorkError> {
+        self.begin();
+        self.push_read(0, self.layout.figures_at(), FIGURES_LEN);
+        self.execute()?;
+        let mut bytes = [0; FIGURES_BYTES];
+        self.local.read(0, &mut bytes);
+        Ok(NodeFigures::decode(&bytes))
     }
 
     /// Sets the time for which operations wait for an answer.

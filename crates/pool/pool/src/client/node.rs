@@ -6,6 +6,7 @@ use super::connection::NodeConnection;
 use super::{Extent, NodeId, random};
 use crate::cache::NodeCache;
 use crate::error::PoolError;
+use crate::figures::{NodeFigures, RecalledMemory};
 use crate::op::{Action, Grant, OpError, READ_WORDS_MAX, StateMachine, Step, StepResult, WordAt};
 use crate::size::CHUNK_BYTES;
 
@@ -17,6 +18,15 @@ pub(super) struct ClientNode {
     pub(super) cache: NodeCache,
     /// The answer to the last action.
     pub(super) words: Vec<u64>,
+    allocated: AllocatedSince,
+}
+
+/// Bytes that a client has allocated since a read of a node's figures.
+#[derive(Clone, Copy, Debug, Default)]
+struct AllocatedSince {
+    /// The number of the read.
+    read: u64,
+    bytes: u64,
 }
 
 /// Why an operation failed.
@@ -61,7 +71,7 @@ impl ClientNode {
         let connection = NodeConnection::open(id, endpoint)?;
         let cache = NodeCache::new(connection.layout(), search_start, tenant, random::SYSTEM);
         let words = Vec::with_capacity(READ_WORDS_MAX as usize);
-        let mut node = Self { id, connection, cache, words };
+        let mut node = Self { id, connection, cache, words, allocated: AllocatedSince::default() };
         node.refresh()?;
         Ok(node)
     }
@@ -89,6 +99,25 @@ impl ClientNode {
 
     pub(super) fn total_bytes(&self) -> u64 {
         self.cache.lent_chunks() * CHUNK_BYTES
+    }
+
+    /// Bytes that this client has allocated since this read of the node's figures.
+    pub(super) fn allocated_since(&self, read: u64) -> u64 {
+        if self.allocated.read == read { self.allocated.bytes } else { 0 }
+    }
+
+    /// Counts an allocation after this read of the node's figures.
+    pub(super) fn count_allocated(&mut self, read: u64, bytes: u64) {
+        self.allocated = AllocatedSince { read, bytes: self.allocated_since(read) + bytes };
+    }
+
+    /// The memory that the node recalls by these figures.
+    pub(super) fn recalled_memory(&self, figures: &NodeFigures) -> Option<RecalledMemory> {
+        RecalledMemory::of(self.id, figures, self.connection.base(), self.connection.layout())
+    }
+
+    pub(super) fn read_figures(&mut self) -> Result<Option<NodeFigures>, PoolError> {
+        self.connection.read_figures().map_err(|cause| connection_error(self.id, cause))
     }
 
     pub(super) const fn sections(&self) -> u32 {
