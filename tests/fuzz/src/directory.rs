@@ -7,8 +7,8 @@ use aquifer_directory::embedded::wire::{
     DirectoryRequest, DirectoryResponse, check_client_hello, check_server_hello, hello,
 };
 use aquifer_directory::names::{
-    AgentRecord, HolderRecord, NodeLife, NodeRecord, RequestedMemory, ResizeBlocker, agent_key, decode,
-    encode, host_of_agent_key,
+    AgentRecord, HolderRecord, MemoryHolder, NodeLife, NodeRecord, RequestedMemory, ResizeBlocker, agent_key,
+    decode, encode, host_of_agent_key,
 };
 use aquifer_directory::{
     Compare, DirectoryEntry, DirectoryError, KeyOperation, Lease, LeaseId, Listing, Mutation, Transaction,
@@ -180,6 +180,8 @@ fn records() -> Vec<(&'static str, Vec<u8>)> {
         memory_bytes_max: 1 << 31,
         requested_memory_bytes: 1 << 29,
         resize_blocker: Some(ResizeBlocker::InUse),
+        recalled_bytes: 7 << 20,
+        recalled_from: vec![MemoryHolder { tenant: Some(1000), bytes: 5 << 20 }],
         kept_ms: 5000,
         epoch: 17,
     };
@@ -193,7 +195,8 @@ fn records() -> Vec<(&'static str, Vec<u8>)> {
     };
     let holder =
         HolderRecord { host: 12, claim_epoch: 16, grace_ms: 1000, remaining_lives: Some(vec![life]) };
-    let requested = RequestedMemory { node: 3, epoch: 17, memory_bytes: 1 << 29 };
+    let requested =
+        RequestedMemory { node: 3, epoch: 17, memory_bytes: 1 << 29, drained_from: Some(1 << 30) };
     vec![
         ("node", line("nodes/3", encode(&node))),
         ("agent", line("agents/12", encode(&agent))),

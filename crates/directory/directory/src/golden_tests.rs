@@ -16,9 +16,9 @@ use serde::de::DeserializeOwned;
 use crate::embedded::EmbeddedDirectory;
 use crate::model::DirectoryEntry;
 use crate::names::{
-    self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, LifeRecord, NODES, NodeLife,
-    NodeRecord, REQUESTED_MEMORY, RecoveredHosts, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS,
-    SEGMENT_PROCESSES, SEGMENTS,
+    self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, LifeRecord, MemoryHolder,
+    NODES, NodeLife, NodeRecord, REQUESTED_MEMORY, RecoveredHosts, RequestedMemory, ResizeBlocker,
+    SEGMENT_HOSTS, SEGMENT_PROCESSES, SEGMENTS,
 };
 use crate::{Directory, KeyOperation, Transaction};
 
@@ -31,6 +31,11 @@ fn node(resize_blocker: Option<ResizeBlocker>) -> NodeRecord {
         memory_bytes_max: 3,
         requested_memory_bytes: 4,
         resize_blocker,
+        recalled_bytes: 7,
+        recalled_from: vec![
+            MemoryHolder { tenant: Some(1000), bytes: 6 },
+            MemoryHolder { tenant: None, bytes: 1 },
+        ],
         kept_ms: 5,
         epoch: 6,
     }
@@ -71,7 +76,9 @@ fn golden_keys_and_records() {
     for blocker in blockers {
         add(&mut golden, "node", &node(blocker));
     }
-    add(&mut golden, "wanted", &RequestedMemory { node: 1, epoch: 2, memory_bytes: 3 });
+    add(&mut golden, "wanted", &RequestedMemory { node: 1, epoch: 2, memory_bytes: 3, drained_from: None });
+    let drained = RequestedMemory { node: 1, epoch: 2, memory_bytes: 0, drained_from: Some(3) };
+    add(&mut golden, "wanted, drained", &drained);
     let heaps =
         HeapsRecord { node: 1, address: "a".into(), device: None, memory_bytes: 2, kept_ms: 3, epoch: 4 };
     add(&mut golden, "heaps", &heaps);

@@ -149,6 +149,13 @@ pub struct NodeRecord {
     /// The reason why the node does not lend the requested memory, if known.
     #[serde(default, rename = "held_up")]
     pub resize_blocker: Option<ResizeBlocker>,
+    /// Memory in use that the node recalls, as of at most a second ago.
+    #[serde(default)]
+    pub recalled_bytes: u64,
+    /// The users that have this memory, those with the most first, and at most
+    /// [`MEMORY_HOLDERS_MAX`] of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub recalled_from: Vec<MemoryHolder>,
     /// Time for which the memory outlives the node's process, in milliseconds; 0 if it does not.
     #[serde(default)]
     pub kept_ms: u64,
@@ -156,12 +163,26 @@ pub struct NodeRecord {
     pub epoch: u64,
 }
 
+/// Most users in [`NodeRecord::recalled_from`].
+pub const MEMORY_HOLDERS_MAX: usize = 8;
+
+/// A user of a node's memory, and how much the user has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MemoryHolder {
+    /// The user's id; `None` for heaps.
+    pub tenant: Option<u32>,
+    /// Bytes, in units of spans.
+    pub bytes: u64,
+}
+
 /// Why a memory node does not lend the memory that it is requested to lend.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ResizeBlocker {
     /// Hosts use the memory that the node is to withdraw.
-    #[error("the rest is in use, and is withdrawn when its users free it")]
+    #[error(
+        "the rest is in use; pages are moved to other nodes, and what cannot move must be freed by its users"
+    )]
     InUse,
     /// The machine has too little free memory.
     #[error("its machine has no more free memory; the node continues when there is some")]
@@ -189,6 +210,9 @@ pub struct RequestedMemory {
     pub epoch: u64,
     /// The requested memory.
     pub memory_bytes: u64,
+    /// The memory that was requested before, if the node is being drained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drained_from: Option<u64>,
 }
 
 /// A life: one lifetime of a node's memory.

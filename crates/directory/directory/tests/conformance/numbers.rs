@@ -149,6 +149,8 @@ pub fn a_node_number_has_one_holder(harness: &dyn DirectoryHarness) {
             memory_bytes_max: 1 << 30,
             requested_memory_bytes: 1 << 30,
             resize_blocker: None,
+            recalled_bytes: 0,
+            recalled_from: Vec::new(),
             kept_ms: 0,
             epoch: lease.epoch,
         };
