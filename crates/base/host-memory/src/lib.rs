@@ -3,8 +3,10 @@
 #![forbid(unsafe_code)]
 
 mod cgroup;
+mod pressure;
 
 pub use cgroup::CgroupMemory;
+pub use pressure::PressureWatch;
 
 use std::io;
 use std::path::PathBuf;

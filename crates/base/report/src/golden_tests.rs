@@ -42,6 +42,8 @@ fn run() -> RunStatistics {
         repaired_pages: 6,
         vacated_slabs: 7,
         repacked_pages: 8,
+        moved_bytes: 43,
+        recalled_bytes: 44,
         unchanged_pages: 9,
         processes: 10,
         programs: vec![program],

@@ -93,6 +93,12 @@ pub struct RunStatistics {
     pub vacated_slabs: u64,
     /// Pages that were moved out of sparse slabs.
     pub repacked_pages: u64,
+    /// Bytes that were copied to other memory nodes, because their nodes recall memory.
+    #[serde(default)]
+    pub moved_bytes: u64,
+    /// Bytes of the run that memory nodes recall now.
+    #[serde(default)]
+    pub recalled_bytes: u64,
     /// Evicted pages that were not written again, because a memory node still has the same bytes.
     pub unchanged_pages: u64,
     /// Number of the run's processes now.

@@ -2,9 +2,9 @@
 //! takes it back when other programs need it.
 //!
 //! A thread looks at the available memory of the machine, and of the agent's memory cgroup, ten
-//! times a second, and at once when the kernel reports pressure (`pressure`). Part of the memory
-//! always stays available (`--keep-free`): it is what programs can use until the governor has
-//! noticed and the kernel has the memory back.
+//! times a second, and at once when the kernel reports pressure ([`PressureWatch`]). Part of the
+//! memory always stays available (`--keep-free`): it is what programs can use until the governor
+//! has noticed and the kernel has the memory back.
 //!
 //! The page cache goes first: a gibibyte of it is returned in a tenth of a second. Pages of elastic
 //! runs must be evicted, which takes seconds, so these runs have at most a quarter of what is idle
@@ -13,7 +13,6 @@
 mod borrowing;
 mod elastic_runs;
 mod mutation;
-mod pressure;
 #[cfg(test)]
 mod simulator_tests;
 
@@ -24,12 +23,12 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use aquifer_faults::serve::PagingService;
+use aquifer_host_memory::PressureWatch;
 use aquifer_pager::Mempool;
 use rustix::event::{EventfdFlags, eventfd};
 
 use elastic_runs::ElasticRuns;
 use mutation::Mutation;
-use pressure::PressureWatch;
 
 /// Interval at which the governor looks at the available memory.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -161,7 +160,7 @@ impl GovernorThread {
             let looked = self.look(&service, pressure.consume_report());
             self.errors.record(looked);
             drop(service);
-            pressure.wait(INTERVAL, self.governor.wake.as_fd());
+            pressure.wait(INTERVAL, Some(self.governor.wake.as_fd()));
             // The read fails if the governor was not woken.
             let _ = rustix::io::read(&self.governor.wake, &mut [0; 8]);
         }

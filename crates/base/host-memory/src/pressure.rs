@@ -16,13 +16,14 @@ const TRIGGERS: [&str; 2] = ["some 50000 1000000", "some 100000 2000000"];
 
 /// The files in which the kernel reports pressure, each with a trigger.
 #[derive(Debug)]
-pub(super) struct PressureWatch {
+pub struct PressureWatch {
     files: Vec<File>,
     has_pressure: bool,
 }
 
 impl PressureWatch {
     /// Sets a trigger in each file. A file whose kernel or permissions allow none is left out.
+    #[must_use]
     pub fn new(paths: &[PathBuf]) -> Self {
         let files = paths.iter().filter_map(|path| match set_trigger(path) {
             Ok(file) => Some(file),
@@ -34,16 +35,20 @@ impl PressureWatch {
         Self { files: files.collect(), has_pressure: false }
     }
 
-    /// Whether pressure was reported since the last call.
+    /// Whether [`Self::wait`] has found a report since the last call.
     pub fn consume_report(&mut self) -> bool {
         std::mem::take(&mut self.has_pressure)
     }
 
     /// Waits until pressure is reported or `wake` is readable, at most `interval`.
-    pub fn wait(&mut self, interval: Duration, wake: BorrowedFd<'_>) {
+    ///
+    /// # Panics
+    /// If the interval is longer than the system can wait.
+    pub fn wait(&mut self, interval: Duration, wake: Option<BorrowedFd<'_>>) {
         let timeout = Timespec::try_from(interval).expect("the interval is short");
         let files = self.files.iter().map(|file| PollFd::from_borrowed_fd(file.as_fd(), PollFlags::PRI));
-        let mut polled: Vec<_> = files.chain([PollFd::from_borrowed_fd(wake, PollFlags::IN)]).collect();
+        let wake = wake.map(|wake| PollFd::from_borrowed_fd(wake, PollFlags::IN));
+        let mut polled: Vec<_> = files.chain(wake).collect();
         // An error here is that of a signal; then the wait was shorter.
         let _ready = poll(&mut polled, Some(&timeout));
         let events: Vec<_> = polled.iter().map(PollFd::revents).take(self.files.len()).collect();
@@ -75,7 +80,7 @@ mod tests {
         let mut watch = PressureWatch::new(&["/nonexistent".into(), "/proc/self/status".into()]);
         assert!(watch.files.is_empty());
         let wake = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        watch.wait(Duration::from_secs(60), wake.as_fd());
+        watch.wait(Duration::from_secs(60), Some(wake.as_fd()));
         assert!(!watch.consume_report());
     }
 }
