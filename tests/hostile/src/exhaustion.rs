@@ -36,6 +36,18 @@ pub fn fill() -> bool {
     true
 }
 
+/// Allocates extents until a request is refused, reports it, and waits for the end of standard
+/// input.
+pub fn fill_by_extents() -> bool {
+    let mut session = aquifer_client::Session::open().expect("the agent serves sessions");
+    for bytes in [2 << 20, 64 << 10, 4 << 10] {
+        while session.allocate(bytes).is_ok() {}
+    }
+    println!("sent");
+    let _end = std::io::Read::read(&mut std::io::stdin(), &mut [0]);
+    true
+}
+
 /// Connections, runs, sessions and segments in the agent, up to the share of a user.
 #[derive(Default)]
 struct Held {

@@ -31,6 +31,7 @@ fn main() -> ExitCode {
         "overwrite-control" => control::overwrite(),
         "overwrite-control-and-wait" => control::overwrite_and_wait(),
         "fill" => exhaustion::fill(),
+        "fill-by-extents" => exhaustion::fill_by_extents(),
         "use-up-descriptors" => exhaustion::use_up_descriptors(),
         "read-cached-pages" => page_cache::read(),
         "sparse" => exhaustion::sparse(),

@@ -86,14 +86,16 @@ fn an_idle_run_does_not_keep_the_mempool_from_others() {
     idle.end();
 }
 
-#[test]
-fn a_user_that_fills_the_pool_leaves_a_share_to_others() {
+/// Checks that another user's program runs although a user has filled the pool by a run, and then
+/// by extents if `with_extents`.
+fn leave_share_of_pool(with_extents: bool) {
     let victim = Victim::of(SharedCluster::up_with(1, &[]));
     let mut filling = victim.paged_attacker("fill", "32M");
     let mut filling = filling.arg("600").stderr(Stdio::piped()).spawn().expect("setpriv can be started");
     let mut said = BufReader::new(filling.stderr.take().expect("it is piped")).lines();
     let is_full = |line: std::io::Result<String>| line.expect("text").contains("waits for room");
     assert!(said.any(is_full), "the pool is larger");
+    let extents = with_extents.then(|| Attack::start(&mut victim.attacker("fill-by-extents")));
     let checker = victim.0.path("checker");
     let checker = checker.to_str().expect("a plain path");
     let options = ["run", "--local", "16M", "--wait-for-room", "20s", "--", checker];
@@ -101,6 +103,19 @@ fn a_user_that_fills_the_pool_leaves_a_share_to_others() {
     let output = other.args(["pages", "--bytes", "20M", "--rounds", "2"]).output();
     let output = output.expect("setpriv can be started");
     assert!(output.status.success(), "{}", text(&output.stderr));
+    if let Some(extents) = extents {
+        extents.end();
+    }
     filling.kill().expect("it runs");
     filling.wait().expect("it ends");
+}
+
+#[test]
+fn a_user_that_fills_the_pool_leaves_a_share_to_others() {
+    leave_share_of_pool(false);
+}
+
+#[test]
+fn extents_of_a_user_leave_a_share_of_the_pool_to_others() {
+    leave_share_of_pool(true);
 }

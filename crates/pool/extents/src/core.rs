@@ -70,6 +70,9 @@ pub(crate) trait ExtentPool {
     /// The quota of the session's user.
     fn quota_bytes(&self) -> u64;
 
+    /// Whether `bytes` can be allocated without what is left free for other users.
+    fn has_room(&mut self, bytes: u64) -> bool;
+
     /// Time since the agent started.
     fn now(&self) -> Duration;
 

@@ -7,9 +7,12 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use aquifer_channel::owners::owner;
 use aquifer_fabric::{Completion, Endpoint, EndpointError, Host, LocalKey, Memory, Tenant};
 use aquifer_ipc::ring::RingStatus;
-use aquifer_pool::{Extent, LeakDetector, NodeId, OperationGuard, PoolClient, PoolError, SizeClass, Stretch};
+use aquifer_pool::{
+    Extent, FigureTable, LeakDetector, NodeId, OperationGuard, PoolClient, PoolError, SizeClass, Stretch,
+};
 
 use crate::core::{ExtentPool, Transfer};
 
@@ -29,6 +32,20 @@ pub trait NodeConnector: Send + Sync + std::fmt::Debug {
 
     /// The leak detection of this host, in which sessions register their books.
     fn leak_detector(&self) -> &Arc<LeakDetector>;
+
+    /// The figures of the memory nodes.
+    fn figures(&self) -> &Arc<FigureTable>;
+
+    /// Whether the sessions of a user may allocate `bytes`, which then count as allocated, without
+    /// what is left free for other users. `None` if that is not known now. A user is the owner of
+    /// user ids.
+    fn spend_room(&self, owner: u32, bytes: u64) -> Option<bool>;
+
+    /// Sets what the sessions of a user may allocate, of a pool with these free and lent bytes.
+    fn set_room(&self, owner: u32, free_bytes: u64, lent_bytes: u64);
+
+    /// Whether the sessions of a user may read the free memory of the nodes now for that.
+    fn may_read_nodes(&self, owner: u32) -> bool;
 
     /// Connects to a node on behalf of a user.
     ///
@@ -51,6 +68,8 @@ pub(crate) struct ConnectedPool {
     tenant: Tenant,
     /// The configured quota; `None`: half of the memory that the nodes lend.
     quota_bytes: Option<u64>,
+    /// The owner of the user's id.
+    owner: u32,
     client: PoolClient,
     ring: Arc<Memory>,
     /// The key of the ring's memory at the endpoint of each connected node.
@@ -74,12 +93,14 @@ impl ConnectedPool {
         ring: Arc<Memory>,
         started: Instant,
     ) -> Self {
-        let client =
+        let mut client =
             PoolClient::with_leak_detector(connector.host(), tenant, Arc::clone(connector.leak_detector()));
+        client.set_figures(Arc::clone(connector.figures()));
         let mut pool = Self {
             connector,
             tenant,
             quota_bytes,
+            owner: owner(tenant.0),
             client,
             ring,
             ring_keys: BTreeMap::new(),
@@ -153,9 +174,11 @@ impl ConnectedPool {
         nodes.swap(0, first);
         let second = 1 + self.random_below(count - 1);
         nodes.swap(1, second);
-        if self.client.free_bytes(nodes[0]) < self.client.free_bytes(nodes[1]) {
+        if self.client.usable_bytes(nodes[0]) < self.client.usable_bytes(nodes[1]) {
             nodes.swap(0, 1);
         }
+        // Extents do not move, so they should not be where a node wants its memory back.
+        nodes.sort_by_key(|node| self.client.recalls_memory(*node));
         nodes
     }
 
@@ -165,6 +188,24 @@ impl ConnectedPool {
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         usize::try_from(self.random % bound as u64).unwrap_or(0)
+    }
+
+    /// Sets what the user may allocate, by what this session knows of the nodes.
+    fn find_room(&self) {
+        let nodes: Vec<NodeId> = self.client.nodes().collect();
+        let free = |node: &NodeId| self.client.usable_bytes(*node).min(self.client.free_bytes(*node));
+        let lent = |node: &NodeId| self.client.total_bytes(*node);
+        self.connector.set_room(self.owner, nodes.iter().map(free).sum(), nodes.iter().map(lent).sum());
+    }
+
+    /// Reads the free memory of all nodes, also of new ones.
+    fn read_nodes(&mut self) {
+        self.connect_new_nodes();
+        for node in self.client.nodes().collect::<Vec<_>>() {
+            if let Err(error) = self.client.refresh(node) {
+                tracing::debug!(node = node.0, %error, "reading the free memory of a memory node failed");
+            }
+        }
     }
 
     /// Allocates from the first node that has room. Connects to new nodes if no node has.
@@ -321,6 +362,24 @@ impl ExtentPool for ConnectedPool {
     fn quota_bytes(&self) -> u64 {
         let half_of_lent = || self.client.nodes().map(|node| self.client.total_bytes(node)).sum::<u64>() / 2;
         self.quota_bytes.unwrap_or_else(half_of_lent)
+    }
+
+    fn has_room(&mut self, bytes: u64) -> bool {
+        let spend = |pool: &Self| pool.connector.spend_room(pool.owner, bytes);
+        let mut has_room = spend(self);
+        if has_room.is_none() {
+            self.find_room();
+            has_room = spend(self);
+        }
+        if has_room == Some(true) {
+            return true;
+        }
+        if !self.connector.may_read_nodes(self.owner) {
+            return false;
+        }
+        self.read_nodes();
+        self.find_room();
+        spend(self) == Some(true)
     }
 
     fn now(&self) -> Duration {

@@ -160,6 +160,12 @@ impl SessionService {
         })
     }
 
+    /// Bytes of the extents of all users whose ids have this owner.
+    #[must_use]
+    pub fn allocated_bytes(&self, owner: u32) -> u64 {
+        self.accounts.allocated_bytes(owner)
+    }
+
     /// Opens a session for the program at the other end of a connection, and sends it the ring.
     ///
     /// # Errors

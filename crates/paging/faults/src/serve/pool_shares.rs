@@ -8,9 +8,14 @@
 //! Each user with a run has a *pool share*. Other users must leave its unused part free, and the
 //! share of the next user that opens a run. A user below its share need not leave anything free. A
 //! user is the owner of user ids here: a user with many subordinate ids has one share.
+//!
+//! Extents of a user's sessions count like pages of its runs, and sessions allocate by
+//! [`PoolShares::spend_room`].
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::size::ByteSize;
@@ -19,6 +24,8 @@ use parking_lot::Mutex;
 
 /// Interval at which a sender asks the nodes for their free memory while the pool is short.
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
+/// Time for which the room of a user's sessions is known without another look at the nodes.
+const ROOM_TIME: Duration = Duration::from_millis(100);
 /// The pool is short for a run if less than `SHORT_FACTOR` times the bytes that it must leave free
 /// are free.
 const SHORT_FACTOR: u64 = 4;
@@ -71,21 +78,111 @@ impl RunBytes {
     }
 }
 
+/// The bytes of extents that a user has.
+type ExtentBytes = Box<dyn Fn(u32) -> u64 + Send + Sync>;
+
 /// The memory of all runs of this host on memory nodes.
-#[derive(Debug)]
-pub(crate) struct PoolShares {
+pub struct PoolShares {
     runs: Mutex<Vec<Arc<RunBytes>>>,
     /// Bytes of all runs together.
     total: AtomicU64,
     /// A number that changes when a run is added or removed.
     generation: AtomicU64,
     limits: PoolLimits,
+    /// Counts the extents of a user; not set if there are no sessions.
+    extent_bytes: OnceLock<ExtentBytes>,
+    /// The rooms of users, by the owner of the user ids.
+    rooms: Mutex<BTreeMap<u32, UserRoom>>,
+}
+
+/// The memory that the sessions of a user may allocate.
+#[derive(Clone, Copy, Debug)]
+struct UserRoom {
+    /// Bytes, 2^64 − 1 for no limit.
+    left: u64,
+    found_at: Instant,
+    /// The time at which a session has last read the free memory of the nodes for this.
+    read_at: Option<Instant>,
+}
+
+impl fmt::Debug for PoolShares {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolShares")
+            .field("runs", &self.runs)
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
+    }
 }
 
 impl PoolShares {
     /// Begins without a run.
+    #[must_use]
     pub fn new(limits: PoolLimits) -> Self {
-        Self { runs: Mutex::default(), total: AtomicU64::new(0), generation: AtomicU64::new(0), limits }
+        Self {
+            runs: Mutex::default(),
+            total: AtomicU64::new(0),
+            generation: AtomicU64::new(0),
+            limits,
+            extent_bytes: OnceLock::new(),
+            rooms: Mutex::default(),
+        }
+    }
+
+    /// Counts extents, too: `bytes_of` returns those of an owner of user ids. Only the first call
+    /// has an effect.
+    pub fn count_extents(&self, bytes_of: impl Fn(u32) -> u64 + Send + Sync + 'static) {
+        let _set_before = self.extent_bytes.set(Box::new(bytes_of));
+    }
+
+    fn extent_bytes(&self, owner: u32) -> u64 {
+        self.extent_bytes.get().map_or(0, |bytes_of| bytes_of(owner))
+    }
+
+    /// Whether the sessions of a user may allocate `bytes`, which then count as allocated. `None`
+    /// if what the user may have is not known, or was found too long ago.
+    #[must_use]
+    pub fn spend_room(&self, owner: u32, bytes: u64) -> Option<bool> {
+        let mut rooms = self.rooms.lock();
+        let room = rooms.get_mut(&owner).filter(|room| room.found_at.elapsed() < ROOM_TIME)?;
+        let has_room = room.left >= bytes;
+        if has_room && room.left != u64::MAX {
+            room.left -= bytes;
+        }
+        Some(has_room)
+    }
+
+    /// Sets what the sessions of a user may allocate, of a pool with these free and lent bytes.
+    pub fn set_room(&self, owner: u32, free_bytes: u64, lent_bytes: u64) {
+        let left = self.room_of(owner, free_bytes, lent_bytes);
+        let mut rooms = self.rooms.lock();
+        let read_at = rooms.get(&owner).and_then(|room| room.read_at);
+        rooms.insert(owner, UserRoom { left, found_at: Instant::now(), read_at });
+    }
+
+    /// Whether the sessions of a user may read the free memory of the nodes now, because what they
+    /// know of it is not enough. Then the next ones may after some time.
+    #[must_use]
+    pub fn may_read_nodes(&self, owner: u32) -> bool {
+        let mut rooms = self.rooms.lock();
+        let Some(room) = rooms.get_mut(&owner) else { return true };
+        let is_due = room.read_at.is_none_or(|at| at.elapsed() >= REFRESH_INTERVAL);
+        if is_due {
+            room.read_at = Some(Instant::now());
+        }
+        is_due
+    }
+
+    /// The bytes that the sessions of a user may allocate.
+    fn room_of(&self, owner: u32, free_bytes: u64, lent_bytes: u64) -> u64 {
+        let share = self.share_bytes(lent_bytes);
+        let others = self.others_shares(owner, share);
+        if others == 0 {
+            return u64::MAX;
+        }
+        let of_owner = |run: &&Arc<RunBytes>| run.user.owner == owner;
+        let run_bytes = self.runs.lock().iter().find(of_owner).map_or(0, |run| run.user_bytes());
+        let below_share = share.saturating_sub(run_bytes + self.extent_bytes(owner));
+        below_share.max(free_bytes.saturating_sub(others))
     }
 
     /// Adds a run.
@@ -140,11 +237,11 @@ impl PoolShares {
             }
         }
         let share = self.share_bytes(lent_bytes);
-        if run.user_bytes() < share {
+        if run.user_bytes() + self.extent_bytes(run.user.owner) < share {
             return 0;
         }
         let reserve = if smaller == 0 { 0 } else { lent_bytes / RESERVE_DIVISOR };
-        reserve.checked_shr(larger).unwrap_or(0) + self.others_shares(&run.user, share)
+        reserve.checked_shr(larger).unwrap_or(0) + self.others_shares(run.user.owner, share)
     }
 
     /// Returns the bytes of the pool share of a user.
@@ -154,13 +251,14 @@ impl PoolShares {
     }
 
     /// Returns the unused bytes of the shares of other users, including the share of the next user.
-    fn others_shares(&self, user: &Arc<UserBytes>, share: u64) -> u64 {
-        let mut seen = vec![user.owner];
+    fn others_shares(&self, owner: u32, share: u64) -> u64 {
+        let mut seen = vec![owner];
         let mut lacking = if self.limits.serves_all_users { share } else { 0 };
         for RunBytes { user: other, .. } in self.runs.lock().iter().map(|run| &**run) {
             if !seen.contains(&other.owner) {
                 seen.push(other.owner);
-                lacking += share.saturating_sub(other.bytes.load(Relaxed));
+                let bytes = other.bytes.load(Relaxed) + self.extent_bytes(other.owner);
+                lacking += share.saturating_sub(bytes);
             }
         }
         lacking
@@ -305,6 +403,37 @@ mod tests {
         assert_eq!(left, [SHARE, LENT / 64 + SHARE], "the next user's");
         let least = PoolShares::new(PoolLimits::default()).share_bytes(64 << 20);
         assert_eq!(least, LIMIT_BYTES_MIN, "the least with which a run can continue");
+    }
+
+    #[test]
+    fn extents_count_as_memory_of_their_user() {
+        const SHARE: u64 = LENT / 64;
+        let shares = PoolShares::new(PoolLimits { serves_all_users: true, ..PoolLimits::default() });
+        let (greedy, other) = (shares.join(1, 7), shares.join(2, 8));
+        shares.count_extents(|owner| if owner == 7 { SHARE } else { 0 });
+        assert_eq!(shares.leave_free(&greedy, LENT), 2 * SHARE, "of the other, and of the next user");
+        assert_eq!(shares.leave_free(&other, LENT), 0);
+        shares.set_bytes(&other, SHARE / 2);
+        assert_eq!(shares.leave_free(&greedy, LENT), LENT / 32 + SHARE / 2 + SHARE);
+    }
+
+    #[test]
+    fn sessions_of_a_user_leave_the_shares_of_others_free() {
+        const SHARE: u64 = LENT / 64;
+        let shares = PoolShares::new(PoolLimits { serves_all_users: true, ..PoolLimits::default() });
+        let _other = shares.join(2, 8);
+        assert_eq!(shares.spend_room(7, 1), None, "nothing is known yet");
+        assert!(shares.may_read_nodes(7));
+        shares.set_room(7, 4 * SHARE, LENT);
+        assert_eq!(shares.spend_room(7, 2 * SHARE), Some(true), "all but two shares");
+        assert_eq!(shares.spend_room(7, 1), Some(false));
+        shares.set_room(7, SHARE / 2, LENT);
+        assert_eq!(shares.spend_room(7, SHARE), Some(true), "its own share");
+        assert_eq!(shares.spend_room(7, 1), Some(false));
+        assert!(shares.may_read_nodes(7) && !shares.may_read_nodes(7), "not too often");
+        let alone = PoolShares::new(PoolLimits::default());
+        alone.set_room(7, 0, LENT);
+        assert_eq!(alone.spend_room(7, LENT), Some(true), "there is no other user");
     }
 
     #[test]

@@ -87,6 +87,8 @@ mod tests {
             repaired_pages: 0,
             vacated_slabs: 0,
             repacked_pages: 0,
+            moved_bytes: 0,
+            recalled_bytes: 0,
             unchanged_pages: 0,
             processes: 2,
             programs: Vec::new(),

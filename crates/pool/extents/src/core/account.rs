@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use aquifer_channel::owners::owner;
 use aquifer_fabric::Tenant;
 use aquifer_report::UserStatistics;
 use parking_lot::{Mutex, MutexGuard};
@@ -31,6 +32,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct UserAccount {
     tenant: Tenant,
+    /// The owner of the user's id.
+    owner: u32,
     allocated_bytes: AtomicU64,
     tries: Mutex<UserTries>,
     /// Requests that were refused because their key was wrong, or could not be tried.
@@ -94,7 +97,13 @@ impl UserAccount {
             last_try_at: Duration::ZERO,
             last_log_at: None,
         });
-        Self { tenant, allocated_bytes: AtomicU64::new(0), tries, refused: AtomicU64::new(0) }
+        Self {
+            tenant,
+            owner: owner(tenant.0),
+            allocated_bytes: AtomicU64::new(0),
+            tries,
+            refused: AtomicU64::new(0),
+        }
     }
 
     /// Reserves bytes; false if that would exceed the quota.
@@ -169,6 +178,12 @@ impl UserAccounts {
     pub fn of(&self, tenant: Tenant) -> Arc<UserAccount> {
         let mut accounts = self.0.lock();
         Arc::clone(accounts.entry(tenant.0).or_insert_with(|| Arc::new(UserAccount::new(tenant))))
+    }
+
+    /// Bytes of all users whose ids have this owner.
+    pub fn allocated_bytes(&self, owner: u32) -> u64 {
+        let of_owner = |account: &&Arc<UserAccount>| account.owner == owner;
+        self.0.lock().values().filter(of_owner).map(|account| account.allocated_bytes.load(Relaxed)).sum()
     }
 
     /// All accounts, by user.

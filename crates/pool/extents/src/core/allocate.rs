@@ -71,7 +71,9 @@ impl<P: ExtentPool> SessionCore<P> {
         loop {
             let stretch =
                 self.retry_without_stock(|session| session.allocate_stretch_from_pool(sections, request));
-            if stretch != Err(RingStatus::Full) || self.pool.now() - began > CLEARING_MAX {
+            let bytes = u64::from(sections) * SizeClass::SECTION.bytes();
+            let is_full = stretch == Err(RingStatus::Full) && self.pool.has_room(bytes);
+            if !is_full || self.pool.now() - began > CLEARING_MAX {
                 return stretch;
             }
             let found = self.pool.clearing_progress(sections);
@@ -167,8 +169,8 @@ impl<P: ExtentPool> SessionCore<P> {
         Ok(stretch.first)
     }
 
-    /// Allocates `count` extents if the book has room for them and the user's quota permits
-    /// `bytes`.
+    /// Allocates `count` extents if the book has room for them, the user's quota permits `bytes`,
+    /// and as much is free beyond what is left to other users.
     fn allocate_within_limits<T>(
         &mut self,
         count: u32,
@@ -180,6 +182,10 @@ impl<P: ExtentPool> SessionCore<P> {
         }
         if !self.account.reserve(bytes, self.pool.quota_bytes()) {
             return Err(RingStatus::Quota);
+        }
+        if !self.pool.has_room(bytes) {
+            self.account.release(bytes);
+            return Err(RingStatus::Full);
         }
         allocate(&mut self.pool).inspect_err(|_| self.account.release(bytes))
     }
