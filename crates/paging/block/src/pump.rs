@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, StageOutcome, WrittenBatch};
-use aquifer_pool::PoolClient;
+use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, NodeJoiner, Sender, StageOutcome, WrittenBatch};
+use aquifer_pool::{NodeId, PoolClient};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::mover::Mover;
@@ -17,7 +17,9 @@ use crate::volume::BlockVolume;
 const OWNER: u64 = 0;
 /// The interval at which an idle pump checks for emptied slabs, and for free memory if the pool is
 /// full.
-const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+const IDLE_TICK: Duration = Duration::from_millis(50);
+/// The interval at which the pump looks for new nodes, and for memory that nodes recall.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(250);
 /// Number of polls for acknowledgements before the thread yields.
 const POLLS_BEFORE_YIELD: u32 = 64;
 /// The time for which a closing pump waits for acknowledgements.
@@ -32,12 +34,15 @@ pub struct Pump {
     done: Vec<WrittenBatch>,
     is_pool_full: bool,
     is_awaiting_node: bool,
+    node_joiner: NodeJoiner,
+    maintained_at: Option<Instant>,
 }
 
 impl Pump {
     /// A pump that allocates slabs from `pool`. `seed` distributes volumes over the nodes.
     #[must_use]
     pub fn new(volume: Arc<BlockVolume>, connector: Arc<dyn Connector>, pool: PoolClient, seed: u64) -> Self {
+        let node_joiner = NodeJoiner::new(Arc::clone(&connector));
         let sender = Sender::new(Arc::clone(&volume.slabs), &volume.mempool, connector, pool, seed);
         Self {
             volume,
@@ -46,6 +51,8 @@ impl Pump {
             done: Vec::with_capacity(BLOCK_PAGES),
             is_pool_full: false,
             is_awaiting_node: false,
+            node_joiner,
+            maintained_at: None,
         }
     }
 
@@ -53,6 +60,16 @@ impl Pump {
     /// by tests.
     pub fn repack_all(&mut self) {
         self.sender.repack_all();
+    }
+
+    /// Connects to those of `nodes` that the pump does not use yet, and determines the memory that
+    /// nodes recall, if that is due.
+    pub fn maintain(&mut self, nodes: impl FnOnce() -> Vec<NodeId>) {
+        if self.maintained_at.is_none_or(|at| at.elapsed() >= MAINTENANCE_INTERVAL) {
+            self.maintained_at = Some(Instant::now());
+            self.sender.probe();
+        }
+        self.node_joiner.poll(&mut self.sender, nodes);
     }
 
     /// Makes all progress that is possible without blocking. Returns whether there was any.
@@ -93,6 +110,8 @@ impl Pump {
         self.volume.counters.remote_writes.store(stats.pages, Relaxed);
         self.volume.counters.remote_write_trips.store(stats.writes, Relaxed);
         self.volume.counters.vacated_slabs.store(stats.vacated_slabs, Relaxed);
+        self.volume.counters.moved_bytes.store(stats.moved_bytes, Relaxed);
+        self.volume.counters.recalled_bytes.store(stats.recalled_bytes, Relaxed);
         has_moved || stats != before
     }
 
@@ -105,6 +124,7 @@ impl Pump {
     /// Closes the volume and frees everything. No thread may read it any more.
     pub fn close(mut self) {
         self.volume.close();
+        self.sender.stop_healing();
         let deadline = Instant::now() + CLOSE_TIMEOUT;
         while self.volume.next_sealed_block().is_some() {}
         while !self.sender.is_idle() && Instant::now() < deadline {
@@ -123,7 +143,9 @@ impl Pump {
     /// Waits for the wake event and for completions. Returns at once if a fabric completes without
     /// a descriptor.
     fn wait(&mut self) {
-        let is_idle = self.sender.is_idle() || self.is_pool_full;
+        let is_idle = (self.sender.is_idle() || self.is_pool_full) && !self.sender.is_healing();
+        let interval = self.sender.call_interval().unwrap_or(IDLE_TICK);
+        let timeout = Timespec::try_from(interval).expect("the interval is short");
         let wake_event = self.volume.wake_event();
         let mut polled = vec![PollFd::from_borrowed_fd(wake_event, PollFlags::IN)];
         if !is_idle {
@@ -131,7 +153,7 @@ impl Pump {
             polled.extend(fds);
         }
         // The outcome is not needed, because the caller checks everything.
-        let _ = poll(&mut polled, Some(&IDLE_TICK));
+        let _ = poll(&mut polled, Some(&timeout));
         if polled[0].revents().contains(PollFlags::IN) {
             // The event only wakes; nothing is lost if it was read already.
             let _ = rustix::io::read(wake_event.as_fd(), &mut [0; 8]);
@@ -148,11 +170,15 @@ pub struct PumpThread {
 }
 
 impl PumpThread {
-    /// Starts the thread.
+    /// Starts the thread. `nodes` lists the memory nodes of the cluster.
     ///
     /// # Errors
     /// If the system cannot start a thread.
-    pub fn start(mut pump: Pump, mut mover: Mover) -> std::io::Result<Self> {
+    pub fn start(
+        mut pump: Pump,
+        mut mover: Mover,
+        nodes: impl Fn() -> Vec<NodeId> + Send + 'static,
+    ) -> std::io::Result<Self> {
         let volume = Arc::clone(&pump.volume);
         let stop = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&stop);
@@ -160,6 +186,7 @@ impl PumpThread {
             let mut turns = 0u32;
             while !asked.load(Relaxed) {
                 let has_moved = mover.turn();
+                pump.maintain(&nodes);
                 if !pump.turn() && !has_moved {
                     pump.wait();
                 }

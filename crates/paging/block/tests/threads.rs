@@ -102,7 +102,7 @@ fn readers_find_no_torn_stale_or_wrong_page() {
     const PAGES: u64 = 600;
     const WRITERS: u64 = 2;
     let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 3, TEST_TIMEOUT);
-    let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
+    let pump = PumpThread::start(setup.pump(), setup.mover(), Vec::new).unwrap();
     // For each page: the newest version whose write has returned, and the newest whose write has
     // begun.
     let written: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
@@ -161,7 +161,7 @@ fn concurrent_writes_to_parts_of_a_page_are_all_kept() {
     const PAGES: u64 = 300;
     const PART: usize = PAGE_BYTES / 4;
     let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 2, TEST_TIMEOUT);
-    let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
+    let pump = PumpThread::start(setup.pump(), setup.mover(), Vec::new).unwrap();
     std::thread::scope(|scope| {
         for part in 0..4u8 {
             let setup = &setup;
@@ -215,7 +215,7 @@ fn ranges_outside_the_volume_are_refused() {
 #[test]
 fn zero_pages_and_discarded_pages_use_no_memory() {
     let setup = BlockTest::new(512 * PAGE_BYTES as u64, 2, TEST_TIMEOUT);
-    let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
+    let pump = PumpThread::start(setup.pump(), setup.mover(), Vec::new).unwrap();
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     setup.volume.write(&mut reader, 0, &vec![0; 512 * PAGE_BYTES]).unwrap();
     setup.volume.flush().unwrap();

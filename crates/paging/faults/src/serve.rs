@@ -58,13 +58,13 @@ use aquifer_channel::HoldRefused;
 use aquifer_channel::descriptor_shares::{DescriptorShares, ShareExceeded};
 use aquifer_ipc::{OpenRun, RunToken, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES};
 use aquifer_keeper::KeeperStore;
-use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
+use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, MoveRate, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
 use parking_lot::Mutex;
 
 pub use attach::AttachError;
-pub use pool_shares::PoolLimits;
+pub use pool_shares::{PoolLimits, PoolShares};
 pub use program::Program;
 pub use restore::RestoredRun;
 pub use run::{Run, RunOwner};
@@ -196,7 +196,9 @@ pub struct PagingService {
     samplers: tenant_threads::TenantThreads,
     unpaged_watches: tenant_threads::TenantThreads,
     pub(crate) connect_back_turns: tenant_threads::TenantTurns,
-    pub(crate) pool_shares: Arc<pool_shares::PoolShares>,
+    pub(crate) pool_shares: Arc<PoolShares>,
+    /// The rate at which all runs together move pages off memory that nodes recall.
+    pub(crate) move_rate: Arc<MoveRate>,
 }
 
 impl PagingService {
@@ -207,7 +209,7 @@ impl PagingService {
     pub fn new(
         agent: Arc<dyn AgentServices>,
         mempool: Arc<Mempool>,
-        pool_limits: PoolLimits,
+        pool_shares: Arc<PoolShares>,
     ) -> std::io::Result<Arc<Self>> {
         let service = Arc::new(Self {
             agent,
@@ -223,9 +225,16 @@ impl PagingService {
             samplers: tenant_threads::TenantThreads::new("sampler"),
             unpaged_watches: tenant_threads::TenantThreads::new("unpaged"),
             connect_back_turns: tenant_threads::TenantTurns::default(),
-            pool_shares: Arc::new(pool_shares::PoolShares::new(pool_limits)),
+            pool_shares,
+            move_rate: Arc::default(),
         });
         Ok(service)
+    }
+
+    /// Sets the bytes a second that all runs together move off memory that nodes recall; `None`: no
+    /// limit.
+    pub fn set_move_rate(&self, bytes_per_second: Option<u64>) {
+        self.move_rate.set(bytes_per_second);
     }
 
     /// Opens a run.

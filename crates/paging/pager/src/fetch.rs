@@ -180,9 +180,8 @@ impl Fetcher {
                 Ok(replica) => replica,
                 Err(error) => return if range.first == 0 { Err(error) } else { Ok(range.first) },
             };
-            // A range that continues in the next slab was read from the extent of its first slab.
-            for (page, index) in (range.index..).zip(range.first..range.first + range.pages) {
-                if let Err(error) = self.verify(slabs, locations[index], index, replica, page) {
+            for (index, location) in locations.iter().enumerate().skip(range.first).take(range.pages) {
+                if let Err(error) = self.verify(slabs, *location, index, replica) {
                     return if index == 0 { Err(error) } else { Ok(index) };
                 }
             }
@@ -203,20 +202,7 @@ impl Fetcher {
                 continue;
             }
             let choice = self.choose(slabs, slab).expect("a slab with a referenced page has a replica");
-            if let Some(range) = self.ranges.last_mut() {
-                // Slabs without further replicas whose extents are adjacent, under one key, are
-                // read by one READ.
-                let is_same_key = range.choice.replica.node == choice.replica.node
-                    && range.choice.replica.key == choice.replica.key;
-                let next =
-                    page_of(&range.choice.replica, range.index).addr + (range.pages * PAGE_BYTES) as u64;
-                let is_next = page_of(&choice.replica, index).addr == next;
-                if is_same_key && is_next && slabs.replicas_wanted() == 1 {
-                    range.pages += 1;
-                    range.slab = slab;
-                    continue;
-                }
-            }
+            slabs.touch(slab);
             self.ranges.push(ReadRange { first, pages: 1, slab, index, choice });
         }
     }
@@ -270,11 +256,20 @@ impl Fetcher {
                     continue;
                 }
                 Err(error) => {
-                    self.failed.push(node);
+                    self.note_failure(slabs, &range);
                     error
                 }
             };
             range.choice = self.choose(slabs, range.slab).ok_or(error)?;
+        }
+    }
+
+    /// Records that reading a range has failed on its node. A replica that was moved meanwhile is
+    /// no failure of the node: the slab may even have moved back to it.
+    fn note_failure(&mut self, slabs: &SlabSet, range: &ReadRange) {
+        let replica = range.choice.replica;
+        if has_replica(slabs, range.slab, replica) || Mutation::BlameMovedReplica.is_active() {
+            self.failed.push(replica.node);
         }
     }
 
@@ -405,7 +400,6 @@ impl Fetcher {
         location: Location,
         index: usize,
         replica: Extent,
-        page: u32,
     ) -> Result<(), FetchError> {
         let expected = slabs.crc(location);
         if Mutation::SkipChecksum.is_active() || self.buffer_crc(index) == expected {
@@ -413,7 +407,7 @@ impl Fetcher {
         }
         let (node, slab) = (replica.node, location.slab());
         let choice = ReplicaChoice { replica, may_change: true };
-        let mut range = ReadRange { first: index, pages: 1, slab, index: page, choice };
+        let mut range = ReadRange { first: index, pages: 1, slab, index: location.index(), choice };
         let mut outcome = match self.read(slabs, range) {
             Ok(ReadOutcome::Late) => Err(FetchError::Refused { node, cause: WorkError::Timeout }),
             outcome => outcome.map(drop),
@@ -422,18 +416,21 @@ impl Fetcher {
         if outcome.is_ok() && found == expected {
             return Ok(());
         }
+        let was_moved = !has_replica(slabs, slab, replica);
         if outcome.is_ok() {
-            self.damaged_pages += 1;
-            let address = page_of(&replica, page).addr;
+            self.damaged_pages += u64::from(!was_moved);
+            let address = page_of(&replica, location.index()).addr;
             outcome = Err(FetchError::Damaged { node: replica.node, address, expected, found });
         }
         self.failed.clear();
-        self.failed.push(replica.node);
+        self.note_failure(slabs, &range);
         while let Some(choice) = self.choose(slabs, slab) {
-            range = ReadRange { index: location.index(), choice, ..range };
+            range.choice = choice;
             match self.read(slabs, range) {
                 Ok(ReadOutcome::Complete) if self.buffer_crc(index) == expected => {
-                    if let Err(FetchError::Damaged { .. }) = outcome {
+                    if let Err(FetchError::Damaged { .. }) = outcome
+                        && !was_moved
+                    {
                         tracing::warn!(
                             node = replica.node.0,
                             "page is damaged on this node; read it from another replica"
@@ -443,7 +440,7 @@ impl Fetcher {
                     return Ok(());
                 }
                 Ok(ReadOutcome::Late) => {}
-                Ok(ReadOutcome::Complete) | Err(_) => self.failed.push(choice.replica.node),
+                Ok(ReadOutcome::Complete) | Err(_) => self.note_failure(slabs, &range),
             }
         }
         outcome
@@ -452,6 +449,11 @@ impl Fetcher {
     fn buffer_crc(&self, index: usize) -> u32 {
         page_crc(view::page(self.buffer(), index * PAGE_BYTES))
     }
+}
+
+/// Whether a slab has this replica, which may have been moved.
+fn has_replica(slabs: &SlabSet, slab: SlabId, replica: Extent) -> bool {
+    slabs.replicas(slab).iter().any(|other| other == replica)
 }
 
 fn new_buffer() -> std::io::Result<Memory> {

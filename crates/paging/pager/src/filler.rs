@@ -2,6 +2,7 @@
 //! and the holes of sparse slabs first.
 
 mod empty;
+mod recalled;
 mod slab_list;
 mod sparse;
 mod suspended;
@@ -13,7 +14,7 @@ pub use sparse::GainThreshold;
 
 use std::sync::Arc;
 
-use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
+use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, RecalledMemory, SizeClass};
 
 use crate::allowance::Allowance;
 use crate::page::Location;
@@ -98,6 +99,8 @@ pub struct Filler {
     copying: Option<SlabId>,
     /// Nodes that are away. Slabs with a replica there are not filled.
     suspended: Vec<NodeId>,
+    /// Memory that nodes recall. Slabs with a replica there are not filled.
+    recalled: Vec<RecalledMemory>,
     /// Nodes that an allocation found to be gone.
     gone_nodes: Vec<NodeId>,
     /// Slabs whose last replica is gone.
@@ -133,6 +136,7 @@ impl Filler {
             fills_until_search: 0,
             copying: None,
             suspended: Vec::new(),
+            recalled: Vec::new(),
             gone_nodes: Vec::new(),
             unreachable: Vec::new(),
             free_numbers,
@@ -215,6 +219,7 @@ impl Filler {
             }
             is_known
         });
+        self.free_surplus_replicas(pool);
         nodes
     }
 
@@ -287,7 +292,7 @@ impl Filler {
     pub fn end_copying(&mut self, pool: &mut PoolClient, slab: SlabId) {
         self.copying = None;
         self.restore_slab(pool, slab);
-        if self.slabs.replicas(slab).len() == self.slabs.replicas_wanted() {
+        if self.slabs.replicas(slab).len() >= self.slabs.replicas_wanted() {
             self.degraded.remove(slab);
         }
         if self.slabs.live_pages(slab) == 0 {
@@ -423,8 +428,8 @@ impl Filler {
     /// if there is not enough memory.
     ///
     /// Each extent is on the node with more free memory of two random ones. If that node has no
-    /// memory, the others are tried in the order of their free memory. Slow nodes are last.
-    /// `refused` receives the last error.
+    /// memory, the others are tried in the order of their free memory. Slow nodes are last, and
+    /// behind them those that recall memory. `refused` receives the last error.
     fn allocate_on_nodes(
         &mut self,
         pool: &mut PoolClient,
@@ -439,7 +444,8 @@ impl Filler {
             *refused = NoRoom::Away(away);
         }
         nodes.sort_unstable_by_key(|node| {
-            (self.slabs.is_slow(*node), std::cmp::Reverse(pool.free_bytes(*node)))
+            let is_reluctant = (self.recalls_memory(*node), self.slabs.is_slow(*node));
+            (is_reluctant, std::cmp::Reverse(pool.usable_bytes(*node)))
         });
         let mut is_first_choice = true;
         while nodes_found < request.nodes && !nodes.is_empty() {

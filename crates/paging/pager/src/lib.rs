@@ -10,7 +10,8 @@
 //! - `slabs`, `filler`: extents of the pool that hold pages, shared by the volumes of a run,
 //!   and the choice of the slab that is filled next.
 //! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
-//! - `node_joiner`: adds memory nodes to a sender while a run continues.
+//! - `move_rate`: how fast a host moves pages off memory that nodes recall.
+//! - `node_joiner`: adds memory nodes to a user of nodes while it continues.
 //!
 //! The front ends, the crates `faults` and `block`, move pages into and out of programs. Format and
 //! protocol: `docs/formats/paging.md`.
@@ -30,6 +31,7 @@ mod golden_tests;
 mod integrity;
 mod mempool;
 mod mempool_share;
+mod move_rate;
 mod mutation;
 mod node_joiner;
 mod page;
@@ -51,8 +53,9 @@ pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::NoRoom;
 pub use integrity::is_zero;
 pub use mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
+pub use move_rate::{MOVE_BYTES_PER_SECOND, MoveRate};
 pub use mutation::Mutation;
-pub use node_joiner::NodeJoiner;
+pub use node_joiner::{NodeJoiner, NodeUser};
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use page_cache::{CacheIndex, PinnedSlot};
 pub use ports::Connector;

@@ -47,6 +47,14 @@ aquifer_mutation::mutations! {
         CopyWhileWriting,
         /// A new replica is recorded before it has all pages.
         RecordUnfinished,
+        /// The old replica of a slab is freed before the new one is complete.
+        FreeBeforeSwitch,
+        /// The old replica of a slab is freed before the pages of the slab are copied.
+        DropBeforeCopied,
+        /// A WRITE that a node has refused, as it does once the host is fenced, counts as copied.
+        MoveFenced,
+        /// A replica that was moved while it was read counts as a failure of its node.
+        BlameMovedReplica,
         /// A buffer is reused although a READ into it may still complete.
         ReuseLateBuffer,
         /// The checksum of a page that was read from a memory node is not checked.

@@ -1,4 +1,5 @@
-//! Adds memory nodes to the sender of a run: nodes that are new, and nodes that have returned.
+//! Adds memory nodes to a user of nodes, such as the sender of a run: nodes that are new, and nodes
+//! that have returned.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -55,7 +56,39 @@ fn connect_slab_node(
     Ok(())
 }
 
-/// Connects a sender to memory nodes that it does not use yet.
+/// A user of memory nodes, which a [`NodeJoiner`] connects to nodes.
+pub trait NodeUser {
+    /// Whether the user has a connection to this node.
+    fn uses_node(&self, node: NodeId) -> bool;
+
+    /// Adds a node, to which `endpoint` is connected.
+    ///
+    /// # Errors
+    /// If `node` is not a memory node, or there are too many.
+    fn add_node(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError>;
+}
+
+impl NodeUser for PoolClient {
+    fn uses_node(&self, node: NodeId) -> bool {
+        self.nodes().any(|other| other == node)
+    }
+
+    fn add_node(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
+        Self::add_node(self, node, endpoint)
+    }
+}
+
+impl NodeUser for Sender {
+    fn uses_node(&self, node: NodeId) -> bool {
+        Self::uses_node(self, node)
+    }
+
+    fn add_node(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
+        Self::add_node(self, node, endpoint)
+    }
+}
+
+/// Connects a user of nodes to memory nodes that it does not use yet.
 #[derive(Debug)]
 pub struct NodeJoiner {
     connector: Arc<dyn Connector>,
@@ -73,10 +106,10 @@ impl NodeJoiner {
     }
 
     /// Adds a node whose connection is complete, or begins to connect to the first of `nodes` that
-    /// the sender does not use. May be called at any frequency.
-    pub fn poll(&mut self, sender: &mut Sender, nodes: impl FnOnce() -> Vec<NodeId>) {
+    /// `user` does not use. May be called at any frequency.
+    pub fn poll(&mut self, user: &mut impl NodeUser, nodes: impl FnOnce() -> Vec<NodeId>) {
         if let Some(thread) = self.connecting.take_if(|thread| thread.is_finished()) {
-            self.finish(thread, sender);
+            self.finish(thread, user);
         }
         if self.connecting.is_some() || self.last_search.elapsed() < SEARCH_INTERVAL {
             return;
@@ -84,7 +117,7 @@ impl NodeJoiner {
         self.last_search = Instant::now();
         self.failed.retain(|(_, since)| since.elapsed() < RETRY_PAUSE);
         let is_new =
-            |node: &NodeId| !sender.uses_node(*node) && self.failed.iter().all(|(failed, _)| failed != node);
+            |node: &NodeId| !user.uses_node(*node) && self.failed.iter().all(|(failed, _)| failed != node);
         let Some(node) = nodes().into_iter().find(is_new) else { return };
         let connector = Arc::clone(&self.connector);
         let connect = move || (node, connector.connect_without_waiting(node));
@@ -96,10 +129,10 @@ impl NodeJoiner {
         }
     }
 
-    fn finish(&mut self, thread: ConnectThread, sender: &mut Sender) {
+    fn finish(&mut self, thread: ConnectThread, user: &mut impl NodeUser) {
         let Ok((node, outcome)) = thread.join() else { return };
         let added: Result<(), JoinError> =
-            outcome.map_err(JoinError::from).and_then(|endpoint| Ok(sender.add_node(node, endpoint)?));
+            outcome.map_err(JoinError::from).and_then(|endpoint| Ok(user.add_node(node, endpoint)?));
         if let Err(error) = added {
             tracing::debug!(node = node.0, %error, "cannot add memory node yet; retrying");
             self.failed.push((node, Instant::now()));

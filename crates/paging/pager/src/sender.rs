@@ -9,6 +9,7 @@
 //! - `collect` applies what has completed.
 //! - `confirm` checks that the clean copies of unchanged pages still exist.
 //! - `heal` makes missing replicas and repairs damaged pages.
+//! - `migrate` moves replicas off memory that nodes recall.
 //! - `suspend` avoids waiting for nodes that are away.
 //! - `repack` chooses sparse slabs to be vacated.
 
@@ -16,6 +17,7 @@ mod batch;
 mod collect;
 mod confirm;
 mod heal;
+mod migrate;
 mod repack;
 mod suspend;
 
@@ -31,6 +33,7 @@ use crate::digest::{Digest, Digester, Digests};
 use crate::filler::{Filler, FreePages, NoRoom};
 use crate::integrity::{is_zero, page_crc};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
+use crate::move_rate::MoveRate;
 use crate::mutation::Mutation;
 use crate::node_joiner::connect_slab_nodes;
 use crate::page::{Location, PAGE_BYTES};
@@ -49,6 +52,8 @@ pub const BATCHES_MAX: usize = 64;
 const HEAL_WORK_ID: u64 = 1 << 62;
 /// The pool is short of memory if less than 1/`FREE_DIVISOR` of it is free.
 const FREE_DIVISOR: u64 = 4;
+/// The time for which the healer begins no task because a node is to be added.
+const HEALER_PAUSE: Duration = Duration::from_secs(2);
 /// The number of the mempool among the local memories of the ports.
 const MEMPOOL: usize = 0;
 
@@ -93,6 +98,12 @@ pub struct SenderStats {
     pub repaired_pages: u64,
     /// Sparse slabs that were vacated.
     pub vacated_slabs: u64,
+    /// Slabs of which a replica was moved because its node recalls the memory.
+    pub moved_slabs: u64,
+    /// Bytes that were copied to move replicas.
+    pub moved_bytes: u64,
+    /// Bytes of replicas that nodes recall at present.
+    pub recalled_bytes: u64,
     /// Number of times that the operations of a node were abandoned because it did not answer.
     pub node_timeouts: u64,
     /// Pages that were written again because a replica had not acknowledged them.
@@ -129,6 +140,7 @@ pub struct Sender {
     digester: Digester,
     digests: Digests,
     is_pool_short: Arc<AtomicBool>,
+    move_rate: Arc<MoveRate>,
     /// Bytes of the pool that the run had when the pool's free memory was last checked.
     bytes_at_check: u64,
     stats: SenderStats,
@@ -172,6 +184,7 @@ impl Sender {
             digester: Digester::new(),
             digests: Digests::default(),
             is_pool_short: Arc::clone(mempool.pool_short_flag()),
+            move_rate: Arc::default(),
             bytes_at_check: 0,
             stats: SenderStats::default(),
         };
@@ -377,13 +390,19 @@ impl Sender {
     /// # Errors
     /// If `node` is not a memory node, or there are too many.
     pub fn add_node(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
+        if self.is_healing() {
+            // Otherwise a sender that moves slab after slab would never add a node.
+            self.healer.pause_until(self.ports.now() + HEALER_PAUSE);
+        }
         let is_busy = self.ports.open_port(node).is_some_and(|port| port.in_flight > 0);
         let is_busy = (is_busy || self.is_healing()) && !Mutation::AddBusyNode.is_active();
         if is_busy || self.uses_node(node) {
             return Ok(());
         }
         self.ports.close(node);
-        self.pool.add_node(node, endpoint)?;
+        let added = self.pool.add_node(node, endpoint);
+        self.healer.pause_until(Duration::ZERO);
+        added?;
         tracing::info!(node = node.0, "memory node added");
         self.open_port_early(node);
         self.healer.node_added(node);
@@ -429,6 +448,7 @@ impl Sender {
             PostReadiness::Full => return false,
             PostReadiness::NodeGone => return true,
         }
+        self.slabs.touch(free.first.slab());
         let batch = &mut self.batches[at];
         let pages = free.pages as usize;
         let mask = (u64::MAX >> (BLOCK_PAGES - pages)) << first;

@@ -20,8 +20,10 @@ use crate::mutation::Mutation;
 use crate::page::{Location, PAGE_BYTES};
 use crate::page_cache::CacheIndex;
 
+mod activity;
 mod page_records;
 mod recovery;
+mod spare_place;
 #[cfg(test)]
 mod tests;
 mod vacating;
@@ -157,6 +159,7 @@ pub struct SlabSet {
     /// Bit `n % 64` is set while node `n` is slow. It only guides the choice of a replica.
     slow: AtomicU64,
     marks: vacating::Marks,
+    activity: activity::Activity,
     /// The pages that are cached on this host; not set if none may be.
     cache: OnceLock<Arc<CacheIndex>>,
     pages: AtomicU64,
@@ -190,6 +193,7 @@ impl SlabSet {
             damaged: Mutex::new(Vec::new()),
             slow: AtomicU64::new(0),
             marks: vacating::Marks::default(),
+            activity: activity::Activity::default(),
             cache: OnceLock::new(),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
@@ -235,21 +239,35 @@ impl SlabSet {
         (self.bytes.load(Relaxed), self.bytes_peak.load(Relaxed))
     }
 
+    /// The number of places for replicas in a slab's record: one more than the replicas wanted, if
+    /// the record has it, for a replica that is made before the one that it replaces is dropped.
+    pub(crate) fn places(&self) -> usize {
+        (self.replicas_wanted + 1).min(REPLICAS_MAX)
+    }
+
     /// The complete replicas of a slab, as far as known. A slab with a referenced page has at least
     /// one.
     #[must_use]
     pub fn replicas(&self, slab: SlabId) -> SlabReplicas {
-        let mut replicas = SlabReplicas::default();
-        // If one replica is added while another is dropped, one pass over the places may miss both.
-        for _ in 0..self.replicas_wanted {
-            for (place, replica) in replicas.list.iter_mut().enumerate().take(self.replicas_wanted) {
+        let mut states_before = None;
+        loop {
+            let mut replicas = SlabReplicas::default();
+            for (place, replica) in replicas.list.iter_mut().enumerate().take(self.places()) {
                 *replica = self.replica(slab, place);
             }
             if !replicas.is_empty() {
-                break;
+                return replicas;
             }
+            // If one replica is added while another is dropped, one pass over the places may miss
+            // both. There is none if two passes find the same states, and none of them complete.
+            let states: [u64; REPLICAS_MAX] =
+                std::array::from_fn(|place| self.state(slab, place).load(Acquire));
+            let is_none = |state: &u64| state & UNFINISHED != 0 || size_of(*state).is_none();
+            if states.iter().all(is_none) && states_before == Some(states) {
+                return replicas;
+            }
+            states_before = Some(states);
         }
-        replicas
     }
 
     /// The CRC32C of the page's bytes. The caller must hold a reference to the location.
@@ -338,6 +356,7 @@ impl SlabSet {
     pub(crate) fn publish(&self, slab: SlabId, replicas: &[Extent]) {
         assert!((1..=self.replicas_wanted).contains(&replicas.len()), "{} replicas", replicas.len());
         self.unmark(slab);
+        self.activity.prepare(slab);
         for replica in replicas {
             self.add_replica(slab, *replica);
         }
@@ -361,28 +380,32 @@ impl SlabSet {
         );
         let is_free =
             |place: &usize| replicas.at(*place).is_none() && self.unfinished(slab, *place).is_none();
-        let place = (0..self.replicas_wanted).find(is_free).expect("no more replicas than are wanted");
-        let entry = Self::replica_offset(slab, place);
-        let meta = self.memory.atomic_u64(entry + 8);
+        let place = (0..self.places()).find(is_free).expect("no more replicas than places");
+        self.memory.atomic_u32(USED_OFFSET).fetch_max(slab.0 + 1, Relaxed);
+        self.record_replica(slab, place, replica, UNFINISHED);
+        place
+    }
+
+    /// Records an extent at a free place. `stage` is [`UNFINISHED`], or 0 for a complete replica.
+    fn record_replica(&self, slab: SlabId, place: usize, replica: Extent, stage: u64) {
+        let meta = self.state(slab, place);
         let generation = (meta.load(Relaxed) >> GENERATION_SHIFT).wrapping_add(1) << GENERATION_SHIFT;
         let described = u64::from(replica.key.0)
             | u64::from(replica.node.0) << 32
             | u64::from(replica.class.k() + 1) << 48
-            | UNFINISHED
+            | stage
             | generation;
-        self.memory.atomic_u32(USED_OFFSET).fetch_max(slab.0 + 1, Relaxed);
         self.inline_log(slab, place).store(0, Relaxed);
         // The address must be stored before the description: a reader that sees this address sees
         // no replica or the new one, but never the old one.
-        self.memory.atomic_u64(entry).store(replica.addr, Release);
+        self.memory.atomic_u64(Self::replica_offset(slab, place)).store(replica.addr, Release);
         meta.store(described, Release);
-        place
     }
 
     /// Marks the replica at a place as complete.
     pub(crate) fn finish_replica(&self, slab: SlabId, place: usize) {
         let replica = self.unfinished(slab, place).expect("it was begun");
-        let meta = self.memory.atomic_u64(Self::replica_offset(slab, place) + 8);
+        let meta = self.state(slab, place);
         meta.store(meta.load(Relaxed) & !UNFINISHED, Release);
         let bytes = replica.class.bytes();
         let now = self.bytes.fetch_add(bytes, Relaxed) + bytes;
@@ -391,7 +414,7 @@ impl SlabSet {
 
     /// The replica that is not complete yet, and its place, if there is one.
     pub(crate) fn unfinished_replica(&self, slab: SlabId) -> Option<(usize, Extent)> {
-        (0..self.replicas_wanted).find_map(|place| Some((place, self.unfinished(slab, place)?)))
+        (0..self.places()).find_map(|place| Some((place, self.unfinished(slab, place)?)))
     }
 
     /// Marks the replica at a place as being freed. It stays recorded until [`Self::clear`], so
@@ -402,7 +425,7 @@ impl SlabSet {
     pub(crate) fn begin_free(&self, slab: SlabId, place: usize, inline_log: u32) {
         self.inline_log(slab, place).store(inline_log, Relaxed);
         if let Some(replica) = self.replica(slab, place) {
-            self.memory.atomic_u64(Self::replica_offset(slab, place) + 8).fetch_or(UNFINISHED, Release);
+            self.state(slab, place).fetch_or(UNFINISHED, Release);
             self.bytes.fetch_sub(replica.class.bytes(), Relaxed);
         }
     }
@@ -436,7 +459,7 @@ impl SlabSet {
 
     /// Clears the record at a place.
     pub(crate) fn clear(&self, slab: SlabId, place: usize) {
-        let meta = self.memory.atomic_u64(Self::replica_offset(slab, place) + 8);
+        let meta = self.state(slab, place);
         meta.store(meta.load(Relaxed) & u64::MAX << GENERATION_SHIFT, Release);
     }
 
@@ -458,7 +481,7 @@ impl SlabSet {
         let entry = Self::replica_offset(slab, place);
         loop {
             let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
-            let k = u8::try_from(meta >> 48 & 0x7f).expect("7 bits").checked_sub(1)?;
+            let class = size_of(meta)?;
             if !is_wanted(meta & UNFINISHED) {
                 return None;
             }
@@ -467,7 +490,7 @@ impl SlabSet {
                 return Some(Extent {
                     node: NodeId(u16::try_from(meta >> 32 & 0xffff).expect("16 bits")),
                     addr,
-                    class: SizeClass::new(k).expect("published classes are valid"),
+                    class,
                     key: Key(u32::try_from(meta & 0xffff_ffff).expect("32 bits")),
                 });
             }
@@ -510,6 +533,11 @@ impl SlabSet {
         (0..self.memory.atomic_u32(USED_OFFSET).load(Relaxed).min(SLABS_MAX)).map(SlabId)
     }
 
+    /// The description of the replica at a place.
+    fn state(&self, slab: SlabId, place: usize) -> &AtomicU64 {
+        self.memory.atomic_u64(Self::replica_offset(slab, place) + 8)
+    }
+
     fn replica_offset(slab: SlabId, place: usize) -> usize {
         slab.0 as usize * ENTRY_BYTES + place * REPLICA_BYTES
     }
@@ -531,4 +559,10 @@ impl SlabSet {
     fn crc_word(&self, location: Location) -> &AtomicU32 {
         self.memory.atomic_u32(PAGES_OFFSET + page_records::offset_of(location) + 4)
     }
+}
+
+/// The size class in the description of a replica; `None` if it describes none.
+fn size_of(state: u64) -> Option<SizeClass> {
+    let k = u8::try_from(state >> 48 & 0x7f).expect("7 bits").checked_sub(1)?;
+    Some(SizeClass::new(k).expect("published classes are valid"))
 }

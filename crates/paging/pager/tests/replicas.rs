@@ -8,19 +8,20 @@ use aquifer_fabric::sim::{SimFabric, SimNodeId, SimOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_mutation::Mutations;
 use aquifer_pager::{
-    BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation, PAGE_BYTES,
-    Sender, SlabId, SlabSet, StageOutcome, WrittenBatch, page_of,
+    Allowance, BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, MoveRate,
+    Mutation, PAGE_BYTES, Sender, SlabId, SlabSet, StageOutcome, WrittenBatch, page_of,
 };
-use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
+use aquifer_pool::{FigureTable, NodeFigures, NodeId, NodeMemory, PoolClient, SizeClass};
 
 const NODE_BYTES: u64 = 2 << 20;
 /// Maximum number of rounds of a step, more than any step in these tests needs.
 const ROUNDS_MAX: usize = 10_000;
 
 #[derive(Clone, Debug)]
-struct ReplicaCluster {
-    fabric: SimFabric,
+pub struct ReplicaCluster {
+    pub fabric: SimFabric,
     nodes: Vec<SimNodeId>,
+    figures: Arc<FigureTable>,
 }
 
 impl Connector for ReplicaCluster {
@@ -39,8 +40,9 @@ impl ReplicaCluster {
         self.fabric.connect(self.nodes[usize::from(node.0)], who)
     }
 
-    fn pool(&self, host: u16) -> PoolClient {
+    pub fn pool(&self, host: u16) -> PoolClient {
         let mut pool = PoolClient::new(Host(host), Tenant(0));
+        pool.set_figures(Arc::clone(&self.figures));
         for id in (0..).take(self.nodes.len()).map(NodeId) {
             pool.add_node(id, self.connect_as(id, host).unwrap()).unwrap();
         }
@@ -48,16 +50,16 @@ impl ReplicaCluster {
     }
 }
 
-struct ReplicaTest {
-    cluster: ReplicaCluster,
+pub struct ReplicaTest {
+    pub cluster: ReplicaCluster,
     node_memories: Vec<NodeMemory>,
-    slabs: Arc<SlabSet>,
+    pub slabs: Arc<SlabSet>,
     mempool: Mempool,
-    sender: Sender,
-    fetcher: Fetcher,
+    pub sender: Sender,
+    pub fetcher: Fetcher,
 }
 
-fn new_test(replicas: usize, nodes: u16) -> ReplicaTest {
+pub fn new_test(replicas: usize, nodes: u16) -> ReplicaTest {
     new_test_of(replicas, nodes, NODE_BYTES)
 }
 
@@ -74,11 +76,12 @@ fn new_test_with(replicas: usize, node_bytes: &[u64]) -> ReplicaTest {
     let node_memories =
         node_memories.map(|((id, target), bytes)| NodeMemory::create(target, id, *bytes).unwrap()).collect();
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
-    let cluster = ReplicaCluster { fabric, nodes };
+    let cluster = ReplicaCluster { fabric, nodes, figures: Arc::default() };
     let slabs = Arc::new(SlabSet::with_replicas(replicas).unwrap());
     let mempool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
     let connector: Arc<dyn Connector> = Arc::new(cluster.clone());
-    let sender = Sender::new(Arc::clone(&slabs), &mempool, Arc::clone(&connector), cluster.pool(1), 3);
+    let mut sender = Sender::new(Arc::clone(&slabs), &mempool, Arc::clone(&connector), cluster.pool(1), 3);
+    sender.set_move_rate(&Arc::new(MoveRate::new(None)));
     let fetcher = Fetcher::new(connector).unwrap();
     ReplicaTest { cluster, node_memories, slabs, mempool, sender, fetcher }
 }
@@ -124,13 +127,13 @@ impl ReplicaTest {
         panic!("the batch is not acknowledged");
     }
 
-    fn write(&mut self, pages: usize) -> Vec<Location> {
+    pub fn write(&mut self, pages: usize) -> Vec<Location> {
         self.stage(pages);
         self.finish()
     }
 
     /// Advances until the healer has nothing left to do.
-    fn heal(&mut self) {
+    pub fn heal(&mut self) {
         for _ in 0..ROUNDS_MAX {
             self.sender.probe();
             self.sender.advance(&mut Vec::new()).unwrap();
@@ -148,11 +151,11 @@ impl ReplicaTest {
         }
     }
 
-    fn crash(&self, node: NodeId) {
+    pub fn crash(&self, node: NodeId) {
         self.cluster.fabric.crash_node(self.cluster.nodes[usize::from(node.0)]);
     }
 
-    fn nodes_of(&self, location: Location) -> Vec<NodeId> {
+    pub fn nodes_of(&self, location: Location) -> Vec<NodeId> {
         self.slabs.replicas(location.slab()).iter().map(|copy| copy.node).collect()
     }
 
@@ -164,10 +167,19 @@ impl ReplicaTest {
         }
     }
 
-    fn assert_readable(&mut self, locations: &[Location]) {
+    pub fn assert_readable(&mut self, locations: &[Location]) {
         let whole = self.fetcher.fetch(&self.slabs, locations).expect("the pages are readable");
         assert_eq!(whole, locations.len());
         self.assert_fetched(whole);
+    }
+
+    /// Lets a node recall all of its memory, or nothing any more.
+    pub fn recall(&self, node: NodeId, is_recalled: bool) {
+        let recalled_bytes = u64::from(is_recalled);
+        self.cluster.figures.set(
+            node,
+            NodeFigures { free_bytes: NODE_BYTES, lent_bytes: NODE_BYTES, recalled_bytes, first_recalled: 0 },
+        );
     }
 
     /// Flips a bit of a page on one node.
@@ -303,6 +315,22 @@ fn without_another_node_slabs_stay_degraded() {
     assert_eq!(test.nodes_of(after[0]), [NodeId(0)]);
     test.assert_readable(&before);
     test.assert_readable(&after);
+}
+
+/// Programs of a user that gets no memory keep no clean copies, so they write pages again. Others
+/// are not affected.
+#[test]
+fn a_user_at_its_quota_makes_no_other_user_short() {
+    let mut test = new_test(1, 1);
+    let (refused, other) = (test.mempool.user(7), test.mempool.user(8));
+    test.sender.set_mempool_user(&refused);
+    test.sender.set_allowance(Allowance { bytes_max: 0, leave_free: 0 });
+    test.stage(1);
+    test.sender.advance(&mut Vec::new()).unwrap_err();
+    assert!(refused.is_pool_short() && !other.is_pool_short() && !test.mempool.is_pool_short());
+    test.sender.set_allowance(Allowance::ALL);
+    test.finish();
+    assert!(!refused.is_pool_short());
 }
 
 #[test]

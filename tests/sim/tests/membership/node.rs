@@ -285,6 +285,8 @@ impl SimNode {
             memory_bytes_max: SECTIONS * SECTION_BYTES,
             requested_memory_bytes: SECTIONS * SECTION_BYTES,
             resize_blocker: None,
+            recalled_bytes: 0,
+            recalled_from: Vec::new(),
             kept_ms,
             epoch,
         };

@@ -6,9 +6,11 @@ use std::time::Duration;
 use aquifer_fabric::reconnecting::AwayPolicy;
 use aquifer_fabric::sim::{Rng, SimFabric, SimNodeId, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
-use aquifer_pager::{Connector, PAGE_BYTES, Sender};
+use aquifer_pager::{Connector, PAGE_BYTES, Sender, page_of};
 use aquifer_pool::op::{Grant, Recovered, WordAt};
-use aquifer_pool::{Extent, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass};
+use aquifer_pool::{
+    Extent, FigureTable, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass,
+};
 
 use super::absence::{self, NodeAbsence};
 use super::focus::Focus;
@@ -108,6 +110,8 @@ pub struct SimCluster {
     fenced: Vec<bool>,
     /// The epoch of the agent that connects.
     pub epoch: u64,
+    /// The figures of nodes that want memory back.
+    pub figures: Arc<FigureTable>,
     /// The ledgers of our host.
     pub leak_detector: Arc<LeakDetector>,
     other_host: PoolClient,
@@ -160,6 +164,7 @@ impl SimCluster {
             was_away: false,
             fenced: vec![false; count],
             epoch: 1,
+            figures: Arc::default(),
             leak_detector: Arc::default(),
             other_host: PoolClient::new(Host(2), Tenant(0)),
             other_extents: Vec::new(),
@@ -197,17 +202,17 @@ impl SimCluster {
         self.cut.is_some()
     }
 
-    /// Ends our lease at one more node, which fences our host until it has a new lease. Returns
-    /// false if all have.
-    pub fn fence_one(&mut self, rng: &mut Rng) -> bool {
+    /// Ends our lease at one more node, which fences our host until it has a new lease. Returns the
+    /// node; `None` if all have.
+    pub fn fence_one(&mut self, rng: &mut Rng) -> Option<NodeId> {
         let first = rng.index(self.fenced.len());
         let others = (0..self.fenced.len()).map(|turn| (first + turn) % self.fenced.len());
-        let Some(node) = others.into_iter().find(|node| !self.fenced[*node]) else { return false };
+        let node = others.into_iter().find(|node| !self.fenced[*node])?;
         for host in [SENDER, FETCHERS] {
             self.targets[node].fence(Host(host), self.epoch);
         }
         self.fenced[node] = true;
-        true
+        Some(NodeId(u16::try_from(node).expect("few nodes")))
     }
 
     /// Whether a node has fenced our host.
@@ -220,9 +225,9 @@ impl SimCluster {
         self.fenced.iter().all(|refuses| *refuses)
     }
 
-    /// Whether the sender may have dropped a node that has not died.
+    /// Whether the sender may have dropped a node that was partitioned from it.
     pub fn was_cut(&self, node: NodeId) -> bool {
-        self.ever_cut == Some(usize::from(node.0)) || self.refuses(node)
+        self.ever_cut == Some(usize::from(node.0))
     }
 
     /// Whether any node may have failed for the sender.
@@ -235,6 +240,9 @@ impl SimCluster {
         let connector = self.connector(host);
         let leak_detector = if host == SENDER { Arc::clone(&self.leak_detector) } else { Arc::default() };
         let mut pool = PoolClient::with_leak_detector(Host(host), Tenant(0), leak_detector);
+        if host == SENDER {
+            pool.set_figures(Arc::clone(&self.figures));
+        }
         for (id, alive) in (0..).zip(&self.alive) {
             let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
             if *alive && !is_cut {
@@ -309,6 +317,20 @@ impl SimCluster {
     /// The nodes that are alive.
     pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
         (0..).zip(&self.alive).filter(|(_, alive)| **alive).map(|(id, _)| NodeId(id))
+    }
+
+    /// The memory of a node.
+    pub fn node_memory(&self, node: NodeId) -> &NodeMemory {
+        &self.node_memories[usize::from(node.0)]
+    }
+
+    /// The CRC32C of a page of an extent, as the node has it.
+    pub fn crc_of(&self, extent: &Extent, index: u32) -> u32 {
+        let node_memory = self.node_memory(extent.node);
+        let mut page = [0; PAGE_BYTES];
+        let offset = page_of(extent, index).addr - node_memory.region.base;
+        node_memory.memory.read(usize::try_from(offset).expect("small"), &mut page);
+        crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &page).try_into().expect("32 bits")
     }
 
     /// Whether a node still has the bytes of an extent: it has not died since they were written.

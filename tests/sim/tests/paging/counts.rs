@@ -32,6 +32,9 @@ pub struct PagingCounts {
     pub unchanged: u64,
     pub copied: u64,
     pub repaired: u64,
+    /// Nodes that wanted their memory back, and slabs that were moved off them.
+    pub withdrawals: u64,
+    pub moved_slabs: u64,
     /// Pages that were moved out of slabs that were being vacated.
     pub repacked: u64,
     /// Nodes that died while all pages had other replicas, and the number of these that died after
@@ -58,7 +61,7 @@ pub struct PagingCounts {
 }
 
 impl PagingCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 37] {
+    pub fn labelled(&self) -> [(&'static str, u64); 39] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -85,6 +88,8 @@ impl PagingCounts {
             ("pages that left unchanged", self.unchanged),
             ("slabs copied", self.copied),
             ("pages repaired", self.repaired),
+            ("nodes that wanted memory back", self.withdrawals),
+            ("slabs moved to other nodes", self.moved_slabs),
             ("pages moved", self.repacked),
             ("deaths that lost no page", self.survived),
             ("deaths after healing that lost no page", self.survived_after_healing),
@@ -126,6 +131,8 @@ impl PagingCounts {
         self.unchanged += other.unchanged;
         self.copied += other.copied;
         self.repaired += other.repaired;
+        self.withdrawals += other.withdrawals;
+        self.moved_slabs += other.moved_slabs;
         self.repacked += other.repacked;
         self.survived += other.survived;
         self.survived_after_healing += other.survived_after_healing;

@@ -32,6 +32,8 @@ pub struct SimEdge {
     is_stored: bool,
     /// Whether all nodes with replicas of the last fetch have fenced our host.
     is_fenced: bool,
+    /// The first page of the last fetch.
+    fetched: Option<Location>,
 }
 
 impl SimEdge {
@@ -53,6 +55,7 @@ impl SimEdge {
             worker,
             is_stored: false,
             is_fenced: false,
+            fetched: None,
         }
     }
 
@@ -454,6 +457,7 @@ impl Edge for SimEdge {
         drop(world);
         let damaged_pages = self.fetcher.damaged_pages();
         let outcome = self.fetcher.fetch(slabs, locations);
+        self.fetched = Some(locations[0]);
         let mut world = self.world.borrow_mut();
         let copies = slabs.replicas(locations[0].slab());
         self.is_stored = copies.iter().any(|copy| world.cluster.holds(&copy));
@@ -511,7 +515,8 @@ impl Edge for SimEdge {
         let mut world = self.run_world();
         let (node, is_fault) = match error {
             FetchError::NodeGone { node, .. } | FetchError::Refused { node, .. } => {
-                (node, !self.is_stored || world.cluster.was_cut(*node))
+                let was_fenced = self.fetched.is_some_and(|location| world.was_fenced(location, *node));
+                (node, !self.is_stored || world.cluster.was_cut(*node) || was_fenced)
             }
             FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
         };

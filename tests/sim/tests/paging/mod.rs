@@ -24,6 +24,7 @@ mod process;
 mod program;
 mod restart;
 mod schedule;
+mod withdrawal;
 mod worker;
 mod world;
 
@@ -51,6 +52,9 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::KeepIncomplete,
         Mutation::CopyWhileWriting,
         Mutation::RecordUnfinished,
+        Mutation::FreeBeforeSwitch,
+        Mutation::DropBeforeCopied,
+        Mutation::MoveFenced,
         Mutation::ReuseLateBuffer,
         Mutation::SkipChecksum,
         Mutation::ForgetRelease,

@@ -182,6 +182,7 @@ impl PagingSchedule {
             }
         }
         self.run_until_idle()?;
+        self.empty()?;
         self.heal()?;
         self.damage_before_reading();
         self.check_all_pages()?;
@@ -198,6 +199,28 @@ impl PagingSchedule {
         for _ in 0..if world.cluster.replicas > 1 && self.faults_planned.damage { 8 } else { 0 } {
             world.damage();
         }
+    }
+
+    /// Waits until a node that wants its memory back has it, if nothing prevents that. Then the
+    /// node lends its memory again, or dies, if nothing of ours is on it.
+    fn empty(&mut self) -> Result<(), String> {
+        let must_become_empty = self.world.borrow().is_withdrawn();
+        for _ in 0..if must_become_empty { ROUNDS_MAX } else { 0 } {
+            let mut world = self.world.borrow_mut();
+            world.counts.leaks_freed += world.cluster.scan_for_leaks();
+            if world.is_emptied() {
+                break;
+            }
+            world.run_sender();
+            world.cluster.fabric.step();
+        }
+        let mut world = self.world.borrow_mut();
+        if must_become_empty && !world.is_emptied() {
+            return Err(format!("a node is not emptied: {:?}", world.sending.sender.stats()));
+        }
+        world.end_withdrawal();
+        drop(world);
+        self.run_until_idle()
     }
 
     /// With replicas: waits until all missing replicas are made, and then kills nodes again before
@@ -285,7 +308,17 @@ impl PagingSchedule {
             }
             _ => self.world.borrow_mut().run_others(4),
         }
+        self.fence_in_a_move();
         self.start_children();
+    }
+
+    /// At times, ends our lease at a node while a slab is moved off another one.
+    fn fence_in_a_move(&mut self) {
+        let mut world = self.world.borrow_mut();
+        let is_moving = world.is_withdrawn() && world.sending.sender.is_healing();
+        if is_moving && self.faults_planned.expiry && world.rng.chance(1, 16) {
+            world.fence_one();
+        }
     }
 
     fn start_children(&mut self) {
@@ -387,6 +420,10 @@ impl PagingSchedule {
             let mut world = self.world.borrow_mut();
             world.is_winding_down = true;
             world.cluster.free_room();
+            if !world.has_room_elsewhere() {
+                // The sender would wait for memory for ever.
+                world.end_withdrawal();
+            }
         }
         for _ in 0..ROUNDS_MAX {
             let count = self.world.borrow().processes.len();
@@ -419,9 +456,10 @@ impl PagingSchedule {
     fn describe_stuck(&self) -> String {
         let world = self.world.borrow();
         let mut text = format!(
-            "queue idle {}, sender idle {}, blocks free {}, {:?}",
+            "queue idle {}, sender idle {}, {:?}, blocks free {}, {:?}",
             world.queue.is_idle(),
             world.sending.sender.is_idle(),
+            world.sending.sender.stats(),
             world.mempool.free_block_count(),
             world.budget,
         );

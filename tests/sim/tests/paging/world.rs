@@ -1,6 +1,7 @@
 //! The state of one schedule apart from the monitors: processes, sender, cluster and random
 //! numbers.
 
+use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -12,7 +13,8 @@ use aquifer_faults::{
     Areas, EvictedBatch, FaultStats, Journal, MESSAGE_BYTES, SenderEvent, UffdMessage, to_bytes,
 };
 use aquifer_pager::{
-    BlockId, Budget, Memory, Mempool, NoRoom, PageNumber, Sender, SlabId, SlabReplicas, SlabSet, Volume,
+    BlockId, Budget, Location, Memory, Mempool, MoveRate, NoRoom, PageNumber, Sender, SlabId, SlabReplicas,
+    SlabSet, Volume,
 };
 use aquifer_pool::{Extent, NodeId};
 
@@ -21,6 +23,7 @@ use super::counts::PagingCounts;
 use super::focus::Focus;
 use super::memory::{encode, index};
 use super::process::{KeptMemory, SentProcess, SimProcess};
+use super::withdrawal::Withdrawal;
 
 /// Largest number of messages of one read.
 const MESSAGES_MAX: usize = 16;
@@ -48,6 +51,11 @@ impl SentProgram for SentProcess {
     fn push_event(&self, event: SenderEvent) {
         self.0.done.borrow_mut().push_back(event);
     }
+}
+
+/// A rate without limit, because the clock does not advance while nothing is in flight.
+fn unlimited() -> Arc<MoveRate> {
+    Arc::new(MoveRate::new(None))
 }
 
 /// Maps memory a second time.
@@ -104,6 +112,10 @@ pub struct PagingWorld {
     /// The bias of the schedule.
     pub focus: Focus,
     joining: Option<(NodeId, Box<dyn Endpoint>)>,
+    /// The slabs that a node had when it fenced our host. No later one can get there.
+    fenced_slabs: HashSet<(u32, NodeId)>,
+    /// Set if nodes may want their memory back.
+    pub withdrawal: Option<Withdrawal>,
 }
 
 impl PagingWorld {
@@ -139,13 +151,14 @@ impl PagingWorld {
         let resident_max = [rng.below(12), 100 + rng.below(40), 130 + rng.below(60)][kind];
         let page = aquifer_pager::PAGE_BYTES as u64;
         let budget = Arc::new(Budget::new((4 * aquifer_pager::BLOCK_PAGES as u64 + resident_max) * page));
-        let sender = Sender::new(
+        let mut sender = Sender::new(
             Arc::clone(&slabs),
             &mempool,
             cluster.connector(SENDER),
             cluster.pool(SENDER),
             rng.next_u64(),
         );
+        sender.set_move_rate(&unlimited());
         Self {
             processes: Vec::new(),
             cluster,
@@ -181,6 +194,8 @@ impl PagingWorld {
             is_elastic,
             stats: Arc::default(),
             joining: None,
+            fenced_slabs: HashSet::new(),
+            withdrawal: Withdrawal::of(seed),
             rng,
             focus,
         }
@@ -312,13 +327,14 @@ impl PagingWorld {
         self.slabs.finish_recovery();
         self.cluster.epoch = self.epoch;
         self.cluster.suspect_all();
-        let sender = Sender::new(
+        let mut sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,
             self.cluster.connector(SENDER),
             self.cluster.pool(SENDER),
             self.rng.next_u64(),
         );
+        sender.set_move_rate(&unlimited());
         let sending = SendLoop::new(sender, Arc::clone(&self.mempool));
         let dead = std::mem::replace(&mut self.sending, sending);
         self.cluster.close(dead.sender, &mut self.rng);
@@ -337,6 +353,7 @@ impl PagingWorld {
         let sent = self.sending.sender.stats();
         self.counts.unchanged += sent.unchanged_pages;
         self.counts.copied += sent.copied_slabs;
+        self.counts.moved_slabs += sent.moved_slabs;
         self.counts.repaired += sent.repaired_pages;
         self.counts.dropped_nodes += sent.node_timeouts;
         self.counts.rewritten += sent.rewritten_pages;
@@ -358,7 +375,13 @@ impl PagingWorld {
         if !self.is_winding_down {
             self.repack();
         }
+        if let Some(withdrawal) = self.withdrawal.as_mut().filter(|_| !self.is_winding_down) {
+            self.counts.withdrawals += u64::from(withdrawal.step(&mut self.cluster));
+        }
         let (_, result) = self.sending.advance();
+        if let Err(error) = &result {
+            trace!("the sender finds no room: {error}");
+        }
         // With replicas, nodes that are slow to answer count as away for a while.
         let may_be_away = self.cluster.was_away || self.cluster.replicas > 1;
         let is_excused = match result {
@@ -366,9 +389,37 @@ impl PagingWorld {
             _ => self.cluster.was_away,
         };
         assert!(
-            result.is_ok() || is_excused || self.cluster.is_full() || self.cluster.has_faults(),
+            result.is_ok()
+                || is_excused
+                || self.cluster.is_full()
+                || self.cluster.has_faults()
+                || self.is_withdrawn(),
             "{result:?}"
         );
+    }
+
+    /// Whether a node wants its memory back.
+    pub fn is_withdrawn(&self) -> bool {
+        self.withdrawal.as_ref().is_some_and(Withdrawal::is_active)
+    }
+
+    /// Whether what is on a node that wants its memory back can certainly be moved.
+    pub fn has_room_elsewhere(&self) -> bool {
+        let has_room = self.cluster.living() > self.cluster.replicas;
+        has_room && !self.cluster.has_faults() && !self.cluster.was_away
+    }
+
+    /// Whether no node wants memory back in which our host has pages.
+    pub fn is_emptied(&mut self) -> bool {
+        let Some(withdrawal) = &mut self.withdrawal else { return true };
+        withdrawal.is_empty(&mut self.cluster)
+    }
+
+    /// Ends the withdrawal, if there is one.
+    pub fn end_withdrawal(&mut self) {
+        if let Some(withdrawal) = &mut self.withdrawal {
+            withdrawal.end(&mut self.cluster);
+        }
     }
 
     /// Begins a round of vacating at times. During a round the sampler wakes the monitors.
@@ -415,7 +466,9 @@ impl PagingWorld {
     /// Damages a page on a node. With replicas, only while each slab has all of them: a damaged
     /// page without another replica is lost.
     pub fn damage(&mut self) {
-        if self.cluster.replicas == 1 || self.has_all_replicas() {
+        // A move would carry the damage of the only replica to another node.
+        let may_move = self.cluster.replicas == 1 && self.withdrawal.is_some();
+        if !may_move && (self.cluster.replicas == 1 || self.has_all_replicas()) {
             self.counts.damages += u64::from(self.cluster.damage(&mut self.rng));
         }
     }
@@ -451,10 +504,29 @@ impl PagingWorld {
     /// Ends the agent's lease at one more node. What is on that node is out of reach, whatever the
     /// replicas. When no node is left, the agent ends its programs.
     pub fn fence_one(&mut self) {
-        self.counts.expiries += u64::from(self.cluster.fence_one(&mut self.rng));
+        if let Some(node) = self.cluster.fence_one(&mut self.rng) {
+            self.counts.expiries += 1;
+            let slabs = (0..SLABS_MAX).filter(|slab| self.slabs.replicas(SlabId(*slab)).on(node).is_some());
+            self.fenced_slabs.extend(slabs.map(|slab| (slab, node)));
+        }
         if self.cluster.is_fenced_everywhere() {
             (0..self.processes.len()).for_each(|process| self.kill(process));
         }
+    }
+
+    /// Whether a slab was on a node when the node fenced our host.
+    pub fn was_fenced(&self, location: Location, node: NodeId) -> bool {
+        self.fenced_slabs.contains(&(location.slab().0, node))
+            // A WRITE before the fence may complete after it.
+            || self.cluster.refuses(node) && self.has_bytes(location, node)
+    }
+
+    /// Whether a node has the bytes of a page that its slab's record names.
+    fn has_bytes(&self, location: Location, node: NodeId) -> bool {
+        let replica = self.slabs.replicas(location.slab()).on(node);
+        replica.is_some_and(|replica| {
+            self.cluster.crc_of(&replica, location.index()) == self.slabs.crc(location)
+        })
     }
 
     /// Partitions a node if no page with replicas is lost by that, or ends the partition.

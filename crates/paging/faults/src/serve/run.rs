@@ -447,6 +447,8 @@ impl Run {
             repaired_pages: sent.repaired_pages,
             vacated_slabs: sent.vacated_slabs,
             repacked_pages: load(&total.repacked),
+            moved_bytes: sent.moved_bytes,
+            recalled_bytes: sent.recalled_bytes,
             unchanged_pages: sent.unchanged_pages,
             processes: programs.len(),
             shared_bytes: programs.iter().map(|program| program.shared_bytes).sum(),

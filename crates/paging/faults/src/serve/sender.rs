@@ -98,6 +98,8 @@ struct SenderShared {
     copied_slabs: AtomicU64,
     repaired_pages: AtomicU64,
     vacated_slabs: AtomicU64,
+    moved_bytes: AtomicU64,
+    recalled_bytes: AtomicU64,
     /// Number of shortages of room in the pool so far.
     shortages: AtomicU64,
     is_short_of_room: AtomicBool,
@@ -129,6 +131,7 @@ impl SenderThread {
         // before the run is used.
         service.agent.leak_detector().register_ledger(&slabs);
         let mempool = Arc::clone(&service.mempool);
+        let move_rate = Arc::clone(&service.move_rate);
         let agent = Arc::clone(&service.agent);
         let for_thread = Arc::clone(&shared);
         let share = PoolShare::join(&service.pool_shares, run, owner);
@@ -137,6 +140,7 @@ impl SenderThread {
             let node_joiner = NodeJoiner::new(Arc::clone(&connector));
             let mut sender = Sender::new(slabs, &mempool, connector, agent.pool(tenant), seed);
             sender.set_mempool_user(&mempool.user(owner));
+            sender.set_move_rate(&move_rate);
             let send_loop = SendLoop::new(sender, mempool);
             let now = Instant::now();
             SenderTurns { send_loop, shared: for_thread, share, probed: now, busy: now, node_joiner, agent }
@@ -191,6 +195,8 @@ impl SenderThread {
             copied_slabs: self.shared.copied_slabs.load(Relaxed),
             repaired_pages: self.shared.repaired_pages.load(Relaxed),
             vacated_slabs: self.shared.vacated_slabs.load(Relaxed),
+            moved_bytes: self.shared.moved_bytes.load(Relaxed),
+            recalled_bytes: self.shared.recalled_bytes.load(Relaxed),
             ..SenderStats::default()
         }
     }
@@ -210,6 +216,8 @@ impl SenderShared {
             copied_slabs: AtomicU64::new(0),
             repaired_pages: AtomicU64::new(0),
             vacated_slabs: AtomicU64::new(0),
+            moved_bytes: AtomicU64::new(0),
+            recalled_bytes: AtomicU64::new(0),
             shortages: AtomicU64::new(0),
             is_short_of_room: AtomicBool::new(false),
             shortage_reason: Mutex::default(),
@@ -352,5 +360,7 @@ impl SenderTurns {
         self.shared.copied_slabs.store(stats.copied_slabs, Relaxed);
         self.shared.repaired_pages.store(stats.repaired_pages, Relaxed);
         self.shared.vacated_slabs.store(stats.vacated_slabs, Relaxed);
+        self.shared.moved_bytes.store(stats.moved_bytes, Relaxed);
+        self.shared.recalled_bytes.store(stats.recalled_bytes, Relaxed);
     }
 }

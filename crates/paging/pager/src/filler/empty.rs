@@ -56,6 +56,7 @@ impl Filler {
             self.slabs.replicas(*slab).len() >= replicas_min
                 && !self.slabs.is_vacating(*slab)
                 && !self.has_suspended_replica(*slab)
+                && !self.is_recalled(*slab)
         };
         let slab = self.empty.iter().find(is_usable)?;
         self.empty.remove(slab);

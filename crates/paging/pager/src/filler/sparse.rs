@@ -63,7 +63,7 @@ impl Filler {
     fn as_sparse(&self, slab: SlabId, fill_permille_max: u32) -> Option<SparseSlab> {
         let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
         let is_excluded = Some(slab) == self.copying || self.slabs.is_vacating(slab);
-        if is_open || is_excluded || self.has_suspended_replica(slab) {
+        if is_open || is_excluded || self.has_suspended_replica(slab) || self.is_recalled(slab) {
             return None;
         }
         let replicas = self.slabs.replicas(slab);
@@ -113,7 +113,7 @@ impl Filler {
     }
 
     /// The slab with the most holes, for the case that the pool has no free memory.
-    pub(super) fn slab_with_holes(&self) -> Option<OpenSlab> {
+    pub(super) fn slab_with_holes(&mut self) -> Option<OpenSlab> {
         let is_usable = |slab: &SlabId| {
             Some(*slab) != self.copying
                 && !self.slabs.is_vacating(*slab)
@@ -124,7 +124,12 @@ impl Filler {
             Some((pages.saturating_sub(self.slabs.live_pages(slab)), slab, pages))
         });
         let (free, slab, pages) = holes.max_by_key(|(free, _, _)| *free)?;
-        (free > 0).then_some(OpenSlab { slab, cursor: 0, pages })
+        if free == 0 {
+            return None;
+        }
+        // An empty slab with a replica that its node recalls may be among them.
+        self.empty.remove(slab);
+        Some(OpenSlab { slab, cursor: 0, pages })
     }
 
     /// Chooses the slabs to vacate: the emptiest, as long as their pages fit into the holes of the

@@ -1,5 +1,5 @@
-//! The healer: makes missing replicas of slabs, repairs damaged pages from a good replica, and
-//! probes nodes.
+//! The healer: makes missing replicas of slabs, moves replicas, repairs damaged pages from a good
+//! replica, and probes nodes.
 //!
 //! The healer handles one slab at a time with one message in flight, and only when no batch waits
 //! to be posted. A slab that is being copied is not filled, and copying begins when none of its
@@ -8,12 +8,13 @@
 //! pages, and is read and written only then.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_fabric::{Completion, EndpointError, Memory, RemoteAddr, Verb, Work, WorkError};
-use aquifer_pool::{Extent, NodeId};
+use aquifer_pool::{Extent, NodeId, PoolClient};
 
 use super::{HEAL_WORK_ID, Sender};
-use crate::filler::{RecordedReplica, free_extents, free_recorded};
+use crate::filler::{Filler, RecordedReplica, free_extents, free_recorded};
 use crate::integrity::page_crc;
 use crate::mempool::BLOCK_PAGES;
 use crate::mutation::Mutation;
@@ -56,36 +57,81 @@ pub(super) struct Healer {
     /// Nodes whose last probe has not completed, with the replica that the probe reads; `None` if
     /// it reads the header of the node.
     probed: Vec<(NodeId, Option<Extent>)>,
+    /// Slabs with a replica that is to be moved, the next one last.
+    recalled: Vec<SlabId>,
+    /// The time before which no task begins.
+    paused_until: Duration,
 }
 
 /// The copying of one slab to a new replica, or the repair of one page.
 #[derive(Debug)]
-struct CopyTask {
-    slab: SlabId,
-    to: Extent,
+pub(super) struct CopyTask {
+    pub(super) slab: SlabId,
+    pub(super) to: Extent,
     /// The place of the new replica in the slab's record; `None` for a repair.
-    place: Option<usize>,
+    pub(super) place: Option<usize>,
+    pub(super) kind: CopyKind,
     /// The chunk that is being copied: its first page, and its number of pages.
     at: u32,
     pages: u32,
     end: u32,
     /// Places in the slab's record from which the chunk could not be read, as a bit mask.
     failed_places: u8,
+    /// Whether the chunk is read again because its checksums were wrong in all replicas: the damage
+    /// may have been in transit.
+    is_read_again: bool,
     /// The place from which the chunk is read.
     from: usize,
-    step: CopyStep,
+    pub(super) step: CopyStep,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum CopyStep {
+pub(super) enum CopyKind {
+    /// One page of a replica is damaged.
+    Repair,
+    /// A replica is missing.
+    Missing,
+    /// A replica is moved. Contains the old one, unless it was freed first.
+    Move(Option<Extent>),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum CopyStep {
     /// The chunk is read when none of the slab's WRITEs is in flight.
     Ready,
     Reading,
     Read,
     Writing,
     Written,
+    /// All is copied, and the new replica is in use. The old one is freed when no operation on it
+    /// is in flight.
+    Switching,
     /// A node has failed.
     Failed,
+}
+
+impl CopyTask {
+    /// The task to copy all pages of a slab to the extent that is recorded at `place`.
+    pub(super) fn new(slab: SlabId, (to, place): (Extent, usize), kind: CopyKind) -> Self {
+        Self {
+            slab,
+            to,
+            place: Some(place),
+            kind,
+            at: 0,
+            pages: 0,
+            end: to.class.chunks(),
+            failed_places: 0,
+            is_read_again: false,
+            from: 0,
+            step: CopyStep::Ready,
+        }
+    }
+
+    /// Whether the task moves a replica.
+    pub(super) const fn is_move(&self) -> bool {
+        matches!(self.kind, CopyKind::Move(_))
+    }
 }
 
 impl Healer {
@@ -96,6 +142,36 @@ impl Healer {
     /// Searches for a task at the next call of [`Sender::heal`].
     pub(super) fn search_soon(&mut self) {
         self.should_search = true;
+    }
+
+    /// Sets the slabs with a replica that is to be moved, the next one last.
+    pub(super) fn set_recalled(&mut self, slabs: Vec<SlabId>) {
+        self.recalled = slabs;
+    }
+
+    /// Puts a slab back that is to be moved next.
+    pub(super) fn push_recalled(&mut self, slab: SlabId) {
+        self.recalled.push(slab);
+    }
+
+    /// Removes the next slab with a replica that is to be moved.
+    pub(super) fn pop_recalled(&mut self) -> Option<SlabId> {
+        self.recalled.pop()
+    }
+
+    /// Whether the next move, or the next step of the current one, is due at some time, and no
+    /// completion announces it.
+    pub(super) fn is_delayed(&self) -> bool {
+        let is_delayed = |task: &CopyTask| matches!(task.step, CopyStep::Ready | CopyStep::Switching);
+        match &self.task {
+            Some(task) => task.is_move() && is_delayed(task),
+            None => !self.recalled.is_empty(),
+        }
+    }
+
+    /// Begins no task before this time.
+    pub(super) fn pause_until(&mut self, time: Duration) {
+        self.paused_until = time;
     }
 
     /// Resets the state of the previous node with this number.
@@ -128,7 +204,7 @@ impl Healer {
         replica: Option<Extent>,
         completion: &Completion,
     ) -> bool {
-        let is_done = completion.outcome.is_ok();
+        let mut is_done = completion.outcome.is_ok();
         if Self::is_probe(completion) {
             let read = self.probed.extract_if(.., |(other, _)| *other == node).last();
             let read = read.and_then(|(_, read)| read);
@@ -140,6 +216,7 @@ impl Healer {
             let was_freed = completion.outcome == Err(WorkError::RemoteAccess) && read != replica;
             return is_done || was_freed;
         } else if let Some(task) = &mut self.task {
+            is_done |= task.step == CopyStep::Writing && Mutation::MoveFenced.is_active();
             task.step = match (task.step, is_done) {
                 (CopyStep::Reading, true) => CopyStep::Read,
                 (CopyStep::Writing, true) => CopyStep::Written,
@@ -157,6 +234,10 @@ impl Sender {
     /// evicted.
     pub fn probe(&mut self) {
         self.pool.maintain();
+        self.slabs.tick();
+        if !self.healer.is_stopped {
+            self.update_recalled_memory();
+        }
         if self.slabs.replicas_wanted() > 1 && !self.healer.is_stopped {
             self.probe_nodes();
         }
@@ -231,19 +312,29 @@ impl Sender {
         }
         let Some(mut task) = self.healer.task.take() else { return };
         let should_continue = match task.step {
+            // The old replica is freed when no operation on it is in flight.
+            CopyStep::Switching => self.is_writing(task.slab),
             _ if self.healer.is_stopped => false,
             CopyStep::Ready => self.is_writing_to(&task) || self.read_chunk(&mut task),
+            CopyStep::Read if Mutation::DropBeforeCopied.is_active() && task.is_move() => {
+                task.at = task.end;
+                false
+            }
             CopyStep::Read => self.write_chunk(&mut task),
             CopyStep::Written => {
                 self.stats.repaired_pages += u64::from(task.place.is_none());
                 task.at += task.pages;
                 task.failed_places = 0;
+                task.is_read_again = false;
+                if task.is_move() {
+                    self.stats.moved_bytes += u64::from(task.pages) * PAGE_BYTES as u64;
+                }
                 self.read_chunk(&mut task)
             }
             CopyStep::Reading | CopyStep::Writing => true,
             CopyStep::Failed => false,
         };
-        if should_continue {
+        if should_continue || !self.healer.is_stopped && self.begin_switch(&mut task) {
             self.healer.task = Some(task);
         } else {
             self.end_task(&task);
@@ -255,12 +346,17 @@ impl Sender {
     }
 
     fn begin_task(&mut self, is_pool_full: bool) -> bool {
-        if !self.healer.should_search || self.healer.is_stopped || is_pool_full {
+        let is_paused = self.ports.now() < self.healer.paused_until;
+        if self.healer.is_stopped || is_paused {
             return false;
         }
-        let task = self.next_repair().or_else(|| self.next_copy_task());
-        self.healer.should_search = task.is_some();
-        let Some(task) = task else { return false };
+        let mut task = None;
+        if self.healer.should_search && !is_pool_full {
+            task = self.next_repair().or_else(|| self.next_copy_task());
+            self.healer.should_search = task.is_some();
+        }
+        // A move needs no memory beyond what it frees, so it need not wait until the run has room.
+        let Some(task) = task.or_else(|| self.next_move()) else { return false };
         if !Mutation::CopyWhileWriting.is_active() {
             self.filler.begin_copying(task.slab);
         }
@@ -285,6 +381,8 @@ impl Sender {
                     slab,
                     to,
                     place: None,
+                    kind: CopyKind::Repair,
+                    is_read_again: false,
                     at,
                     pages: 1,
                     end: at + 1,
@@ -299,7 +397,7 @@ impl Sender {
     }
 
     /// The task to copy the slab with the fewest replicas for which a node has free memory.
-    fn next_copy_task(&mut self) -> Option<CopyTask> {
+    pub(super) fn next_copy_task(&mut self) -> Option<CopyTask> {
         let Self { filler, slabs, pool, .. } = self;
         let can_be_copied = |slab: &SlabId| {
             let replicas = slabs.replicas(*slab);
@@ -312,33 +410,31 @@ impl Sender {
         candidates.sort_by_key(|slab| slabs.replicas(*slab).len());
         let slab = *candidates.get(self.healer.failed_searches % candidates.len().max(1))?;
         self.healer.failed_searches += 1;
-        let _operation = self.pool.begin_operation();
-        let to = self.filler.allocate_replica(&mut self.pool, slab);
-        let gone = self.filler.drain_gone_nodes();
-        if !gone.is_empty() {
-            // The slab may have lost its last replica thereby, or may be removed. The next search
-            // starts again.
-            gone.into_iter().for_each(|node| self.drop_node(node));
-            if let Some(to) = to {
-                free_extents(&mut self.pool, to.node, &[to]);
-            }
-            return None;
-        }
-        let to = to?;
+        let copy = self.begin_copy(slab, |filler, pool| filler.allocate_replica(pool, slab))?;
         self.healer.failed_searches = 0;
-        let end = to.class.chunks();
-        let place = Some(self.slabs.begin_replica(slab, to));
-        Some(CopyTask {
-            slab,
-            to,
-            place,
-            at: 0,
-            pages: 0,
-            end,
-            failed_places: 0,
-            from: 0,
-            step: CopyStep::Ready,
-        })
+        Some(CopyTask::new(slab, copy, CopyKind::Missing))
+    }
+
+    /// Allocates the extent of a new replica by `allocate`, records the extent, and returns it with
+    /// its place. The nodes that are found to be gone are dropped.
+    pub(super) fn begin_copy(
+        &mut self,
+        slab: SlabId,
+        allocate: impl FnOnce(&mut Filler, &mut PoolClient) -> Option<Extent>,
+    ) -> Option<(Extent, usize)> {
+        let _operation = self.pool.begin_operation();
+        let to = allocate(&mut self.filler, &mut self.pool);
+        let gone = self.filler.drain_gone_nodes();
+        if gone.is_empty() {
+            return to.map(|to| (to, self.slabs.begin_replica(slab, to)));
+        }
+        // The slab may have lost its last replica thereby, or may be removed. The next search
+        // starts again.
+        gone.into_iter().for_each(|node| self.drop_node(node));
+        if let Some(to) = to {
+            free_extents(&mut self.pool, to.node, &[to]);
+        }
+        None
     }
 
     /// Posts the READ of the next chunk that has pages in use. Returns false if there is no such
@@ -370,11 +466,16 @@ impl Sender {
             if others.placed().any(|(place, _)| task.failed_places & 1 << place == 0) {
                 return self.read_chunk(task);
             }
-            // No replica is good. The damaged pages stay damaged, and their readers get an error;
-            // the other pages are worth copying.
             if task.place.is_none() {
                 return false;
             }
+            if !task.is_read_again {
+                task.is_read_again = true;
+                task.failed_places = 0;
+                return self.read_chunk(task);
+            }
+            // No replica is good. The damaged pages stay damaged, and their readers get an error;
+            // the other pages are worth copying.
             tracing::warn!(slab = task.slab.0, "copying a slab with pages that are damaged in all replicas");
         }
         task.step = CopyStep::Writing;
@@ -420,19 +521,31 @@ impl Sender {
         true
     }
 
+    /// Whether a task has copied all pages to a node that is still there, of a slab that is still
+    /// in use.
+    pub(super) fn is_complete(&self, task: &CopyTask) -> bool {
+        let is_known = self.pool.nodes().any(|node| node == task.to.node);
+        task.at >= task.end && is_known && !self.slabs.replicas(task.slab).is_empty()
+    }
+
     /// Ends a task, and marks the new replica as complete if all chunks were copied.
     fn end_task(&mut self, task: &CopyTask) {
-        let is_complete = task.at >= task.end;
-        let replicas = self.slabs.replicas(task.slab);
-        let is_known = self.pool.nodes().any(|node| node == task.to.node);
-        let Some(place) = task.place.filter(|_| is_complete && is_known && !replicas.is_empty()) else {
+        if task.step == CopyStep::Switching {
+            self.end_move(task);
+            return;
+        }
+        let Some(place) = task.place.filter(|_| self.is_complete(task)) else {
             self.abandon_task(task);
             return;
         };
         if !Mutation::RecordUnfinished.is_active() {
             self.slabs.finish_replica(task.slab, place);
         }
-        self.stats.copied_slabs += 1;
+        if task.is_move() {
+            self.stats.moved_slabs += 1;
+        } else {
+            self.stats.copied_slabs += 1;
+        }
         self.filler.end_copying(&mut self.pool, task.slab);
         if self.filler.degraded_count() == 0 && !self.filler.has_suspended_nodes() {
             tracing::info!("all slabs have their replicas again");

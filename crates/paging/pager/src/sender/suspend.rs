@@ -122,7 +122,8 @@ impl Sender {
     /// `None` if there is no such time.
     #[must_use]
     pub fn call_interval(&self) -> Option<Duration> {
-        (self.slabs.replicas_wanted() > 1 && !self.batches.is_empty()).then_some(CALL_INTERVAL)
+        let awaits_answers = self.slabs.replicas_wanted() > 1 && !self.batches.is_empty();
+        (awaits_answers || self.healer.is_delayed()).then_some(CALL_INTERVAL)
     }
 
     /// Abandons the operations on nodes that do not answer, if other nodes have acknowledged the

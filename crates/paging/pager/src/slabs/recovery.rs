@@ -29,7 +29,9 @@ impl Ledger for SlabSet {
     /// All recorded extents, also those that are being filled or freed.
     fn extents(&self, each: &mut dyn FnMut(Extent)) {
         for slab in self.numbers() {
-            (0..self.replicas_wanted)
+            // A record may move from the spare place, the last, to another one meanwhile.
+            (0..self.places())
+                .rev()
                 .filter_map(|place| self.extent_at_place(slab, place))
                 .for_each(&mut *each);
         }
@@ -60,15 +62,18 @@ impl SlabSet {
             damaged: Mutex::default(),
             slow: AtomicU64::new(0),
             marks: super::vacating::Marks::default(),
+            activity: super::activity::Activity::default(),
             cache: std::sync::OnceLock::new(),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),
         };
+        slabs.numbers().for_each(|slab| slabs.leave_spare_place(slab));
         let mut bytes = 0;
         for (slab, class) in slabs.in_use() {
             bytes += class.bytes() * slabs.replicas(slab).len() as u64;
             slabs.live(slab).store(0, Relaxed);
+            slabs.activity.prepare(slab);
             for index in 0..class.chunks() {
                 slabs.references(Location::new(slab, index)).store(0, Relaxed);
             }
@@ -102,13 +107,12 @@ impl SlabSet {
             let inline_log = self.inline_log(slab, place).load(Relaxed);
             Some(UnfinishedReplica { slab, place, extent: self.unfinished(slab, place)?, inline_log })
         };
-        self.numbers()
-            .flat_map(move |slab| (0..self.replicas_wanted).filter_map(move |place| at(slab, place)))
+        self.numbers().flat_map(move |slab| (0..self.places()).filter_map(move |place| at(slab, place)))
     }
 
     /// All slabs in use, with their size classes.
     pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
-        let replica = |slab| (0..self.replicas_wanted).find_map(|place| self.replica(slab, place));
+        let replica = |slab| (0..self.places()).find_map(|place| self.replica(slab, place));
         self.numbers().filter_map(move |slab| Some((slab, replica(slab)?.class)))
     }
 }

@@ -114,6 +114,34 @@ fn readers_never_see_an_old_address_with_a_new_node() {
 }
 
 #[test]
+fn readers_always_see_a_replica_of_a_slab_that_is_moved() {
+    let slabs = SlabSet::new().unwrap();
+    let slab = SlabId(5);
+    slabs.publish(slab, &[extent(1)]);
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 0..20_000u16 {
+                let old = slabs.replicas(slab).iter().next().unwrap();
+                slabs.add_replica(slab, extent(1 + (old.node.0 + round % 5) % 7));
+                let (place, _) = slabs.replicas(slab).placed().find(|(_, replica)| *replica == old).unwrap();
+                slabs.begin_free(slab, place, 1);
+                slabs.clear(slab, place);
+                slabs.leave_spare_place(slab);
+            }
+            is_done.store(true, Relaxed);
+        });
+        while !is_done.load(Relaxed) {
+            let replicas = slabs.replicas(slab);
+            assert!(!replicas.is_empty());
+            replicas.iter().for_each(|replica| assert_eq!(replica, extent(replica.node.0)));
+        }
+    });
+    assert_eq!(slabs.replicas(slab).placed().map(|(place, _)| place).collect::<Vec<_>>(), [0]);
+    assert_eq!(slabs.bytes().0, 128 << 10);
+}
+
+#[test]
 fn reports_of_damage_are_bounded_and_unique() {
     let slabs = SlabSet::with_replicas(2).unwrap();
     for _ in 0..2 {

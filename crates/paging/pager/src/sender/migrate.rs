@@ -1,0 +1,107 @@
+//! Moves replicas off memory that nodes recall (Valet, sections 3.5 and 4.3): to other nodes,
+//! those of the slabs that were used least recently first.
+//!
+//! The healer copies a slab to another node, and frees the old replica when the new one is
+//! complete. The data pass through this host, whose operations a node refuses once the host is
+//! fenced. Locations do not change, and no write waits: a slab that is copied is not filled. A
+//! reader that finds the old replica gone reads the new one.
+//!
+//! A record has no place for a fourth replica. Of a slab with three, the old one is freed when the
+//! extent of the new one is allocated.
+
+use std::sync::Arc;
+
+use super::Sender;
+use super::heal::{CopyKind, CopyStep, CopyTask};
+use crate::filler::{RecordedReplica, free_recorded};
+use crate::move_rate::MoveRate;
+use crate::mutation::Mutation;
+use crate::slabs::{REPLICAS_MAX, SlabId};
+
+impl Sender {
+    /// Sets the rate of moves, which all senders of a host share.
+    pub fn set_move_rate(&mut self, rate: &Arc<MoveRate>) {
+        self.move_rate = Arc::clone(rate);
+    }
+
+    /// Determines the memory that nodes recall now, and the slabs to move off it.
+    pub(super) fn update_recalled_memory(&mut self) {
+        let recalled = self.pool.recalled_memory();
+        if recalled.is_empty() && !self.filler.has_recalled_memory() {
+            return;
+        }
+        self.filler.set_recalled(&mut self.pool, recalled);
+        let slabs = self.filler.recalled_slabs();
+        let bytes =
+            |slab: &SlabId| self.filler.recalled_replica(*slab).map_or(0, |(_, old)| old.class.bytes());
+        self.stats.recalled_bytes = slabs.iter().map(bytes).sum();
+        self.healer.set_recalled(slabs);
+    }
+
+    /// The task to move the next slab off memory that its node recalls; `None` if there is none
+    /// that can be moved now.
+    pub(super) fn next_move(&mut self) -> Option<CopyTask> {
+        while let Some(slab) = self.healer.pop_recalled() {
+            let Some((old_place, old)) = self.filler.recalled_replica(slab) else { continue };
+            let is_readable =
+                self.slabs.replicas(slab).iter().any(|replica| !self.filler.is_suspended(replica.node));
+            let is_free_first = self.slabs.replicas(slab).len() == REPLICAS_MAX;
+            let must_wait = is_free_first && self.is_writing(slab);
+            if !is_readable || must_wait || self.slabs.live_pages(slab) == 0 {
+                continue;
+            }
+            if !self.filler.has_other_node(&self.pool, slab) {
+                continue;
+            }
+            if !self.move_rate.spend(old.class.bytes(), self.ports.now()) {
+                self.healer.push_recalled(slab);
+                return None;
+            }
+            let copy = self.begin_copy(slab, |filler, pool| {
+                let to = filler.allocate_elsewhere(pool, slab)?;
+                if is_free_first {
+                    filler.free_replica(pool, slab, old.node);
+                }
+                Some(to)
+            });
+            let Some(copy) = copy else {
+                // The next attempts would fail as well, and each asks several nodes.
+                self.healer.set_recalled(Vec::new());
+                return None;
+            };
+            if Mutation::FreeBeforeSwitch.is_active() {
+                let mut freed = [RecordedReplica { slab, place: old_place, extent: old }];
+                free_recorded(&self.slabs, &mut self.pool, &mut freed);
+            }
+            return Some(CopyTask::new(slab, copy, CopyKind::Move((!is_free_first).then_some(old))));
+        }
+        None
+    }
+
+    /// Makes the copy of a moved slab a complete replica. Returns false if the task does not move a
+    /// slab, or has not copied all of it.
+    pub(super) fn begin_switch(&mut self, task: &mut CopyTask) -> bool {
+        let is_moving = matches!(task.kind, CopyKind::Move(Some(_))) && task.step != CopyStep::Switching;
+        let Some(place) = task.place.filter(|_| is_moving && self.is_complete(task)) else { return false };
+        self.slabs.finish_replica(task.slab, place);
+        task.step = CopyStep::Switching;
+        true
+    }
+
+    /// Frees the old replica of a slab, if the new one still exists. No operation of a batch on the
+    /// old one may be in flight.
+    pub(super) fn end_move(&mut self, task: &CopyTask) {
+        let replicas = self.slabs.replicas(task.slab);
+        let has_moved = replicas.on(task.to.node) == Some(task.to);
+        if let CopyKind::Move(Some(old)) = task.kind
+            && has_moved
+            && replicas.on(old.node) == Some(old)
+        {
+            self.filler.free_replica(&mut self.pool, task.slab, old.node);
+            self.stats.moved_slabs += 1;
+        }
+        // The old one may have been lost meanwhile.
+        self.slabs.leave_spare_place(task.slab);
+        self.filler.end_copying(&mut self.pool, task.slab);
+    }
+}
