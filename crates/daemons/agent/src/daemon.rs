@@ -1,5 +1,6 @@
 //! The daemon: joins the cluster, starts the services, and listens for programs.
 
+mod host_services;
 mod segments;
 
 use std::io;
@@ -17,23 +18,20 @@ use aquifer_directory::{ConnectDirectory, Directory, DirectoryError, DirectoryRe
 use aquifer_extents::{InheritedSession, NodeConnector, SessionService};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
-use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
-use aquifer_faults::serve::{
-    AgentServices, ConnectBackName, ConnectBackSocket, PagingService, PoolLimits, RestoredRun,
-};
+use aquifer_fabric::{Identity, Tenant};
+use aquifer_faults::serve::{AgentServices, PagingService, PoolLimits, PoolShares, RestoredRun};
 use aquifer_gateway::ListenerKind;
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
-use aquifer_host::membership::{LeaseEvents, Membership, MembershipError, wait_to_resume};
-use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
+use aquifer_host::membership::{Membership, MembershipError, wait_to_resume};
+use aquifer_host::nodes::{AfterFence, NodeRegistry};
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{HeldKind, KeeperShare};
 use aquifer_keeper::{KeeperClient, KeeperStore};
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
-use aquifer_pager::{CacheShares, Connector, Mempool};
-use aquifer_pool::{LeakDetector, NodeId, PoolClient};
-use aquifer_segments::host::{HostLease, SegmentError};
+use aquifer_pager::{CacheShares, Mempool};
+use aquifer_segments::host::SegmentError;
 use parking_lot::Mutex;
 
 use crate::connections::{Connections, LentMemory, RUN_END_TIMEOUT, Services, serve_run};
@@ -43,6 +41,7 @@ use crate::listeners::Listeners;
 use crate::memory_governor::MemoryGovernor;
 use crate::metrics;
 use crate::swap_servers::SwapServers;
+use host_services::HostServices;
 use segments::{restorable_segments, start_segments};
 
 /// Longest time for which a request to stop goes unnoticed.
@@ -83,6 +82,9 @@ pub struct AgentOptions {
     /// Pool memory that other users cannot take from the runs of a user, in bytes. `None`: 1/64 of
     /// what the nodes lend.
     pub pages_share: Option<u64>,
+    /// Most bytes a second that are moved off memory that nodes recall; 0: no limit. `None`: the
+    /// default of the pager.
+    pub move_rate: Option<u64>,
     /// Settings for segments.
     pub segments: SegmentSettings,
     /// Time after the end of this host's lease for which other hosts do not recover it.
@@ -193,83 +195,6 @@ pub enum AgentError {
     Membership(#[from] MembershipError),
 }
 
-/// The parts of this host that the services use: the memory nodes and the keeper.
-#[derive(Debug)]
-struct HostServices {
-    nodes: Arc<NodeRegistry>,
-    keeper: Arc<KeeperClient>,
-    lease: Arc<LeaseEvents>,
-    listeners: Listeners,
-    descriptors: Arc<DescriptorShares>,
-}
-
-impl AgentServices for HostServices {
-    fn connector(&self, tenant: u32, replicas: usize) -> Arc<dyn Connector> {
-        let purpose = if replicas > 1 { EndpointPurpose::WriteReplicas } else { EndpointPurpose::Write };
-        self.nodes.connector(tenant, purpose)
-    }
-
-    fn fetch_connector(&self, tenant: u32) -> Arc<dyn Connector> {
-        self.nodes.connector(tenant, EndpointPurpose::Fetch)
-    }
-
-    fn pool(&self, tenant: u32) -> PoolClient {
-        self.nodes.pool_client(tenant)
-    }
-
-    fn leak_detector(&self) -> &LeakDetector {
-        self.nodes.leak_detector()
-    }
-
-    fn nodes(&self) -> Vec<NodeId> {
-        self.nodes.list()
-    }
-
-    fn connection_failure(&self) -> Option<String> {
-        self.nodes.connection_failure()
-    }
-
-    fn descriptors(&self) -> &Arc<DescriptorShares> {
-        &self.descriptors
-    }
-
-    fn serve_connect_back_socket(&self, socket: ConnectBackSocket) {
-        self.listeners.add_connect_back(socket);
-    }
-
-    fn end_connect_back(&self, name: &ConnectBackName) {
-        self.listeners.end_connect_back(name);
-    }
-
-    fn keeper(&self) -> &dyn KeeperStore {
-        &*self.keeper
-    }
-}
-
-impl HostLease for HostServices {
-    fn lasts(&self) -> bool {
-        self.lease.lasts()
-    }
-}
-
-impl NodeConnector for HostServices {
-    fn nodes(&self) -> Vec<NodeId> {
-        self.nodes.list()
-    }
-
-    fn host(&self) -> HostNumber {
-        self.nodes.host()
-    }
-
-    fn leak_detector(&self) -> &Arc<LeakDetector> {
-        self.nodes.leak_detector()
-    }
-
-    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.nodes.connect(node, tenant)
-    }
-}
-
 /// Serves programs until `stop`. Then it ends them with a message and frees all memory.
 ///
 /// If an earlier agent of this host was killed, this one resumes its programs, and waits for an
@@ -348,6 +273,11 @@ impl Agent {
             lease,
             listeners: Listeners::start(Arc::clone(&descriptors)).map_err(AgentError::Gateway)?,
             descriptors: Arc::clone(&descriptors),
+            pool_shares: Arc::new(PoolShares::new(PoolLimits {
+                bytes_per_user: options.pages_per_user,
+                share_bytes: options.pages_share,
+                serves_all_users: options.shared_socket.is_some(),
+            })),
         });
         let (kept_segments, kept): (Vec<_>, Vec<_>) =
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
@@ -460,13 +390,12 @@ fn start_services(
     let service = PagingService::new(
         Arc::clone(host) as Arc<dyn AgentServices>,
         mempool,
-        PoolLimits {
-            bytes_per_user: options.pages_per_user,
-            share_bytes: options.pages_share,
-            serves_all_users: options.shared_socket.is_some(),
-        },
+        Arc::clone(&host.pool_shares),
     )
     .map_err(AgentError::Threads)?;
+    if let Some(rate) = options.move_rate {
+        service.set_move_rate((rate > 0).then_some(rate));
+    }
     let (kept_sessions, kept): (Vec<_>, Vec<_>) =
         kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Session);
     let restorable = restorable_sessions(kept_sessions, resumes, &host.keeper);
@@ -476,6 +405,10 @@ fn start_services(
         Arc::clone(&host.descriptors),
         options.extents_per_user,
     );
+    let of_sessions = Arc::downgrade(&sessions);
+    host.pool_shares.count_extents(move |owner| {
+        of_sessions.upgrade().map_or(0, |sessions| sessions.allocated_bytes(owner))
+    });
     host.nodes.wait_for_return_of(&restorable.iter().flat_map(InheritedSession::nodes).collect());
     sessions.restore(restorable);
     let restored = if resumes {

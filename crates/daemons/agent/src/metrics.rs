@@ -88,7 +88,7 @@ struct AgentCollector {
 /// A metric of each row: its name, its help text, and the function that reads its value.
 type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
 
-const RUN_BYTES: [Metric<RunStatistics>; 7] = [
+const RUN_BYTES: [Metric<RunStatistics>; 8] = [
     ("limit", "Limit of the run's resident memory.", |run| run.limit_bytes),
     ("resident", "Resident memory of the run at the last sample.", |run| run.resident_bytes),
     ("resident_peak", "The most resident memory in any sample.", |run| run.resident_peak_bytes),
@@ -96,13 +96,14 @@ const RUN_BYTES: [Metric<RunStatistics>; 7] = [
     ("cached", "Pages of the run in the page cache of the host.", |run| run.cached_bytes),
     ("mempool_blocks", "Blocks of the mempool that the run uses.", |run| run.mempool_bytes),
     ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
+    ("recalled", "Memory of the run that memory nodes recall.", |run| run.recalled_bytes),
 ];
 
 /// The reasons for which faults wait, each with its label in the metrics.
 const FAULT_WAITS: [(&str, FaultWait); 3] =
     [("host", FaultWait::Host), ("node", FaultWait::Node), ("room", FaultWait::Room)];
 
-const RUN_COUNTERS: [Metric<RunStatistics>; 15] = [
+const RUN_COUNTERS: [Metric<RunStatistics>; 16] = [
     ("faults", "Page faults served.", |run| run.faults),
     ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
@@ -120,6 +121,9 @@ const RUN_COUNTERS: [Metric<RunStatistics>; 15] = [
     ("remote_write_trips", "WRITEs posted for remote_writes.", |run| run.remote_write_trips),
     ("vacated_slabs", "Sparse slabs that were emptied and freed.", |run| run.vacated_slabs),
     ("repacked_pages", "Pages that were moved out of sparse slabs.", |run| run.repacked_pages),
+    ("moved_bytes", "Bytes copied to other memory nodes because theirs recall memory.", |run| {
+        run.moved_bytes
+    }),
     ("evictions", "Pages evicted from programs.", |run| run.evictions),
     ("lost_pages", "Pages that could not be read from any replica.", |run| run.lost_pages),
 ];

@@ -15,7 +15,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::mutation::Mutation;
 use crate::node_updates::NodeUpdates;
-use crate::nodes::NodeRegistry;
+use crate::nodes::{FigureReader, NodeRegistry};
 
 /// Lifetime of a host's lease without a keep-alive. Long, because at its end nodes fence the host,
 /// and the host's programs wait for the next agent.
@@ -165,7 +165,8 @@ impl Membership {
         &self.lease_events
     }
 
-    /// Lists the memory nodes into `nodes`, and keeps it up to date from a thread.
+    /// Lists the memory nodes into `nodes`, and keeps it and the figures of the nodes up to date
+    /// from two threads.
     ///
     /// # Errors
     /// Those of the directory.
@@ -181,6 +182,12 @@ impl Membership {
                     }
                 }
             })
+            .map_err(MembershipError::Thread)?;
+        self.threads.push(thread);
+        let (reader, stop) = (FigureReader::new(nodes), Arc::clone(&self.stop));
+        let thread = std::thread::Builder::new()
+            .name("node-figures".into())
+            .spawn(move || reader.run(&stop))
             .map_err(MembershipError::Thread)?;
         self.threads.push(thread);
         Ok(())

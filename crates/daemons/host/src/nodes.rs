@@ -2,6 +2,7 @@
 
 mod away;
 mod connect;
+mod figures;
 mod reconnect;
 mod shares;
 mod view;
@@ -19,11 +20,12 @@ use aquifer_fabric::reconnecting::TargetDescription;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
-use aquifer_pool::{LeakDetector, NodeId, PoolClient};
+use aquifer_pool::{FigureTable, LeakDetector, NodeId, PoolClient};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub use aquifer_fabric::reconnecting::AfterFence;
 pub use connect::ConnectFailure;
+pub(crate) use figures::FigureReader;
 pub use shares::EndpointPurpose;
 use shares::EndpointShares;
 use view::{NodeState, NodeView};
@@ -55,6 +57,7 @@ pub struct NodeRegistry {
     /// Limits the log lines about waiting connections.
     waits: Mutex<FailureLog>,
     leak_detector: Arc<LeakDetector>,
+    figures: Arc<FigureTable>,
 }
 
 /// Description of the target of a tenant's last connection to a node, by which operations can be
@@ -106,6 +109,7 @@ impl NodeRegistry {
             descriptors: OnceLock::new(),
             waits: Mutex::default(),
             leak_detector: Arc::default(),
+            figures: Arc::default(),
         })
     }
 
@@ -241,7 +245,18 @@ impl NodeRegistry {
     /// A pool client of a tenant that is connected to no node.
     #[must_use]
     pub fn unconnected_client(&self, tenant: Tenant) -> PoolClient {
-        PoolClient::with_leak_detector(self.identity.host, tenant, Arc::clone(&self.leak_detector))
+        let leak_detector = Arc::clone(&self.leak_detector);
+        let mut pool = PoolClient::with_leak_detector(self.identity.host, tenant, leak_detector);
+        pool.set_figures(Arc::clone(&self.figures));
+        pool
+    }
+
+    /// The figures of the nodes.
+    /// [`Membership::watch_nodes`](crate::membership::Membership::watch_nodes) keeps them up to
+    /// date.
+    #[must_use]
+    pub const fn figures(&self) -> &Arc<FigureTable> {
+        &self.figures
     }
 
     /// A pool client of a tenant that is connected to every node that answers.

@@ -1,8 +1,8 @@
 //! The amount of memory that the node is requested to lend at run time, and that it lends.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-use aquifer_directory::names::ResizeBlocker;
+use aquifer_directory::names::{MemoryHolder, ResizeBlocker};
 use parking_lot::Mutex;
 
 /// The request and its status. The directory's watch writes the request, the maintenance thread
@@ -10,7 +10,11 @@ use parking_lot::Mutex;
 #[derive(Debug)]
 pub(crate) struct Lending {
     requested_bytes: AtomicU64,
+    /// Memory in use that the node recalls, and who has it.
+    recalled: Mutex<(u64, Vec<MemoryHolder>)>,
     status: Mutex<LendingStatus>,
+    /// Whether the node is to lend nothing, whatever is requested.
+    is_stopping: AtomicBool,
 }
 
 /// The progress of a request.
@@ -28,7 +32,12 @@ impl Lending {
     /// Creates the state with the initial request.
     pub const fn new(lent_bytes: u64, requested_bytes: u64) -> Self {
         let status = LendingStatus { lent_bytes, requested_bytes, blocker: None };
-        Self { requested_bytes: AtomicU64::new(requested_bytes), status: Mutex::new(status) }
+        Self {
+            requested_bytes: AtomicU64::new(requested_bytes),
+            recalled: Mutex::new((0, Vec::new())),
+            status: Mutex::new(status),
+            is_stopping: AtomicBool::new(false),
+        }
     }
 
     /// Sets the request.
@@ -38,7 +47,22 @@ impl Lending {
 
     /// The request.
     pub fn requested_bytes(&self) -> u64 {
-        self.requested_bytes.load(Relaxed)
+        if self.is_stopping.load(Relaxed) { 0 } else { self.requested_bytes.load(Relaxed) }
+    }
+
+    /// Lets the node lend nothing, whatever is requested, because it is about to stop.
+    pub fn stop(&self) {
+        self.is_stopping.store(true, Relaxed);
+    }
+
+    /// Sets the memory in use that the node recalls, and who has the most of it.
+    pub fn set_recalled(&self, bytes: u64, holders: Vec<MemoryHolder>) {
+        *self.recalled.lock() = (bytes, holders);
+    }
+
+    /// The memory in use that the node recalls, and who has the most of it.
+    pub fn recalled(&self) -> (u64, Vec<MemoryHolder>) {
+        self.recalled.lock().clone()
     }
 
     /// The status.

@@ -28,6 +28,7 @@ mod maintenance;
 mod membership;
 mod memory;
 mod metrics;
+mod recalled_spans;
 pub mod recovered_hosts;
 mod resizer;
 mod self_client;

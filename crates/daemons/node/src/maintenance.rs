@@ -76,6 +76,7 @@ impl MaintenanceTasks {
             // Called without a connection, too, because it reports the reason why the change fails.
             let resized = self.resizer.run(&mut self.client, stop);
             self.record("changing the lent memory", resized);
+            self.resizer.write_figures();
             if !is_connected {
                 continue;
             }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, LifeRecord, NodeRecord, RequestedMemory};
+use aquifer_directory::names::{self, AgentRecord, LifeRecord, MemoryHolder, NodeRecord, RequestedMemory};
 use aquifer_directory::{
     Compare, Directory, DirectoryEntry, DirectoryError, FailureLog, KeyOperation, Lease, Transaction,
     WatchEvent, WatchEventKind,
@@ -25,6 +25,9 @@ use crate::shutdown::Shutdown;
 const JOIN_ATTEMPTS: u32 = 8;
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
+
+/// Interval at which the record shows how much memory in use the node recalls.
+const RECALLED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Interval between checks whether a node is unused, once it was asked to end then.
 const UNUSED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -57,6 +60,8 @@ pub(crate) struct NodeMembership {
     invalid_records: FailureLog,
     /// The time since when the directory has no host.
     without_hosts_since: Option<Instant>,
+    /// The time at which [`NodeRecord::recalled_bytes`] was last updated.
+    recalled_updated_at: Option<Instant>,
 }
 
 /// A node that has a lease and has fenced hosts, but has no record yet.
@@ -134,6 +139,7 @@ impl JoiningNode {
             counters,
             invalid_records,
             without_hosts_since: None,
+            recalled_updated_at: None,
         };
         match membership.put_record(target) {
             Ok(()) => Ok(membership),
@@ -229,6 +235,11 @@ impl NodeMembership {
         Err(NodeError::IdTaken { id: self.record.id, address })
     }
 
+    /// Whether any host is alive, as far as is known.
+    pub fn has_hosts(&self) -> bool {
+        self.directory.list(names::AGENTS).map_or(true, |listing| !listing.entries.is_empty())
+    }
+
     /// Reads the requested memory from the directory.
     ///
     /// # Errors
@@ -261,10 +272,25 @@ impl NodeMembership {
         }
     }
 
+    /// The memory in use that the node recalls, for its record. It changes all the time while
+    /// pages are moved, so the record has it as of some moment of the last second.
+    fn recalled(&mut self) -> (u64, Vec<MemoryHolder>) {
+        let (before, (now, holders)) = (self.record.recalled_bytes, self.lending.recalled());
+        let is_due = self.recalled_updated_at.is_none_or(|at| at.elapsed() >= RECALLED_INTERVAL);
+        if now == before || now != 0 && before != 0 && !is_due {
+            return (before, self.record.recalled_from.clone());
+        }
+        self.recalled_updated_at = Some(Instant::now());
+        (now, holders)
+    }
+
     /// Writes into the directory how much is lent, if it has changed.
     fn update_record(&mut self, target: &dyn Target) -> Result<(), NodeError> {
         let LendingStatus { lent_bytes, requested_bytes, blocker } = self.lending.status();
+        let (recalled_bytes, recalled_from) = self.recalled();
         let updated = NodeRecord {
+            recalled_bytes,
+            recalled_from,
             memory_bytes: lent_bytes,
             requested_memory_bytes: requested_bytes,
             resize_blocker: blocker,
@@ -497,6 +523,8 @@ mod tests {
             memory_bytes_max: 50,
             requested_memory_bytes: 10,
             resize_blocker: None,
+            recalled_bytes: 0,
+            recalled_from: Vec::new(),
             kept_ms: 0,
             epoch: 7,
         }
@@ -512,7 +540,8 @@ mod tests {
             )
         };
         let asked = |node, epoch, memory_bytes| {
-            of(names::encode(&RequestedMemory { node, epoch, memory_bytes })).expect("it can be read")
+            of(names::encode(&RequestedMemory { node, epoch, memory_bytes, drained_from: None }))
+                .expect("it can be read")
         };
         assert_eq!(asked(3, 7, 20), Some(20));
         assert_eq!(asked(3, 7, 0), Some(0));

@@ -35,13 +35,15 @@ pub(crate) struct SelfClient {
     connections: u64,
     /// Sections with a change that may be incomplete.
     changing: Range<u32>,
+    /// Sections in which a connection has freed what the node had allocated, for the node itself.
+    recovered: Vec<Range<u32>>,
 }
 
 impl SelfClient {
     /// Creates a client that is not connected. An earlier process may have left changes of the
     /// `uncertain` sections incomplete.
     pub const fn new(own: SelfAddress, node: NodeId, host: Host, uncertain: Range<u32>) -> Self {
-        Self { own, node, host, pool: None, connections: 0, changing: uncertain }
+        Self { own, node, host, pool: None, connections: 0, changing: uncertain, recovered: Vec::new() }
     }
 
     /// True if a change may be incomplete, which the next [`connect`](Self::connect) undoes.
@@ -92,10 +94,19 @@ impl SelfClient {
                     outcome => drop(outcome?),
                 }
                 self.changing.start = part.end;
+                if self.host == Host::NODE {
+                    self.recovered.push(part);
+                }
             }
             self.pool = Some(pool);
         }
         Ok(self.pool.as_mut().expect("it is connected"))
+    }
+
+    /// Removes the sections in which connections since the last call have freed what the node had
+    /// allocated.
+    pub fn drain_recovered(&mut self) -> Vec<Range<u32>> {
+        std::mem::take(&mut self.recovered)
     }
 
     /// Changes a section. If `change` fails for another reason than damage, the next

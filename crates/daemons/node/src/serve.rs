@@ -16,7 +16,6 @@ use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{
     Admission, FabricAddress, Host, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS,
 };
-use aquifer_host_memory::available_bytes;
 use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory, NodeMemoryError};
@@ -30,7 +29,7 @@ use crate::kept_memory::{KeepOptions, MemoryKeeper, RestoredMemory};
 use crate::lending::Lending;
 use crate::maintenance::MaintenanceThread;
 use crate::membership::{JoiningNode, NodeMembership, WatchEnd};
-use crate::memory::affordable_bytes;
+use crate::memory::{AvailableMemory, affordable_bytes};
 use crate::metrics;
 use crate::resizer::Resizer;
 use crate::self_client::{SelfAddress, SelfClient};
@@ -38,6 +37,8 @@ use crate::shutdown::Shutdown;
 
 /// Usual lifetime of a node's lease without a keep-alive.
 pub const LEASE_TTL: Duration = Duration::from_secs(5);
+/// Interval at which a node that drains before its stop looks whether it is empty.
+const DRAIN_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Options of a node.
 pub struct NodeOptions {
@@ -51,6 +52,11 @@ pub struct NodeOptions {
     /// Memory that stays available to the machine: the node lends less of its free memory when less
     /// is available, and more again later. `None`: the node lends the requested amount.
     pub keep_free_bytes: Option<u64>,
+    /// Measures the memory of the machine that is available; usually
+    /// [`aquifer_host_memory::available_bytes`].
+    pub available_bytes: fn() -> io::Result<u64>,
+    /// Whether the node lends less when the kernel reports that processes wait for memory.
+    pub watches_pressure: bool,
     /// Address at which the fabric listens.
     pub listen: ListenAddress,
     /// Address at which hosts reach the node, if it differs from `listen`: behind a relay, or if
@@ -60,6 +66,9 @@ pub struct NodeOptions {
     pub connect: ConnectDirectory,
     /// Lifetime of the lease without a keep-alive; usually [`LEASE_TTL`].
     pub lease_ttl: Duration,
+    /// Longest time for which a node that is asked to stop waits until hosts have moved their pages
+    /// to other nodes. `None`: it stops at once.
+    pub drain_on_stop: Option<Duration>,
     /// Address at which metrics are served, if any.
     pub metrics: Option<MetricsAddress>,
     /// The keeper that holds the memory when the process ends, if any.
@@ -132,6 +141,7 @@ impl fmt::Debug for NodeOptions {
             .field("listen", &self.listen)
             .field("advertise", &self.advertise)
             .field("lease_ttl", &self.lease_ttl)
+            .field("drain_on_stop", &self.drain_on_stop)
             .field("metrics", &self.metrics)
             .field("keep", &self.keep)
             .field("heaps", &self.heaps)
@@ -149,10 +159,13 @@ impl NodeOptions {
             memory_bytes,
             memory_bytes_max,
             keep_free_bytes: None,
+            available_bytes: aquifer_host_memory::available_bytes,
+            watches_pressure: true,
             listen,
             advertise: None,
             connect,
             lease_ttl: LEASE_TTL,
+            drain_on_stop: None,
             metrics: None,
             keep: None,
             heaps: None,
@@ -175,6 +188,10 @@ pub fn serve(
     let mut node = RunningNode::start(options)?;
     ready(node.membership.record());
     let end = node.follow_directory(options, shutdown);
+    let may_drain = end == WatchEnd::Requested && !is_pinned(options);
+    if let Some(time) = options.drain_on_stop.filter(|_| may_drain && node.membership.has_hosts()) {
+        node.drain(options, shutdown, time);
+    }
     node.stop(end);
     Ok(())
 }
@@ -184,6 +201,7 @@ struct RunningNode {
     target: Arc<dyn Target>,
     node_memory: NodeMemory,
     membership: NodeMembership,
+    lending: Arc<Lending>,
     maintenance: MaintenanceThread,
     heaps: Option<HeapSocket>,
     _metrics: Option<MetricsServer>,
@@ -258,13 +276,14 @@ impl RunningNode {
         let node_memory = opened.node_memory;
         let serve_metrics = |listener| {
             let counters = Arc::clone(membership.counters());
+            let lending = Arc::clone(&lending);
             metrics::serve(listener, node_memory.clone(), Arc::clone(&target), lending, counters)
         };
         let metrics = listener
             .map(serve_metrics)
             .transpose()
             .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
-        Ok(Self { target, node_memory, membership, maintenance, heaps, _metrics: metrics, keeper })
+        Ok(Self { target, node_memory, membership, lending, maintenance, heaps, _metrics: metrics, keeper })
     }
 
     /// Follows the directory until `shutdown` is requested, and reconnects to it when it fails.
@@ -301,6 +320,27 @@ impl RunningNode {
             }
         }
         WatchEnd::Requested
+    }
+
+    /// Serves until the node is empty, for at most `time`, or until `shutdown` is requested again.
+    fn drain(&mut self, options: &NodeOptions, shutdown: &Shutdown, time: Duration) {
+        tracing::info!(node = options.id, seconds = time.as_secs(), "draining before the stop");
+        self.lending.stop();
+        let (ended, deadline) = (Shutdown::new(), Instant::now() + time);
+        let node_memory = self.node_memory.clone();
+        std::thread::scope(|scope| {
+            let waiting = ended.clone();
+            scope.spawn(move || {
+                let must_wait = || node_memory.lent_bytes() > 0 && Instant::now() < deadline;
+                while must_wait() && !shutdown.is_repeated() && !waiting.wait(DRAIN_CHECK_INTERVAL) {}
+                waiting.request();
+            });
+            self.follow_directory(options, &ended);
+        });
+        let left_bytes = self.node_memory.lent_bytes();
+        if left_bytes > 0 {
+            tracing::warn!(node = options.id, left_bytes, "stopping before the node is empty");
+        }
     }
 
     /// Leaves the cluster. The memory is lost unless a keeper holds it and a host may use it.
@@ -411,7 +451,11 @@ fn start_maintenance(
         Arc::clone(target),
         Arc::clone(lending),
         is_pinned(options),
-        options.keep_free_bytes,
+        AvailableMemory {
+            keep_free_bytes: options.keep_free_bytes,
+            measure: options.available_bytes,
+            watches_pressure: options.watches_pressure,
+        },
         !is_restored,
     );
     MaintenanceThread::start(client, clearer, resizer, keeper)
@@ -448,6 +492,8 @@ fn record(options: &NodeOptions, address: &FabricAddress, opened: &OpenedMemory)
         memory_bytes_max,
         requested_memory_bytes: requested_bytes.min(memory_bytes_max),
         resize_blocker: None,
+        recalled_bytes: 0,
+        recalled_from: Vec::new(),
         kept_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX),
         epoch: opened.epoch,
     }
@@ -464,7 +510,7 @@ fn abandon(membership: &NodeMembership, keeper: Option<&MemoryKeeper>) {
 /// The memory that a node lends at first: the configured amount. With `keep_free_bytes`, at most
 /// the memory that the machine has available beyond that.
 fn initial_lent_bytes(options: &NodeOptions) -> Result<u64, NodeError> {
-    let available = available_bytes().map_err(NodeError::AvailableMemory)?;
+    let available = (options.available_bytes)().map_err(NodeError::AvailableMemory)?;
     match options.keep_free_bytes {
         Some(keep_free) => Ok(options.memory_bytes.min(affordable_bytes(0, available, keep_free))),
         None if options.memory_bytes > available => {

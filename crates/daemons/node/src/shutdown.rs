@@ -9,7 +9,8 @@ use parking_lot::{Condvar, Mutex};
 /// A request to stop. Clones are handles of the same request.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
-    shared: Arc<(Mutex<bool>, Condvar)>,
+    /// The number of requests.
+    shared: Arc<(Mutex<u32>, Condvar)>,
     when_unused: Arc<AtomicBool>,
 }
 
@@ -22,7 +23,7 @@ impl Shutdown {
 
     /// Makes the request.
     pub fn request(&self) {
-        *self.shared.0.lock() = true;
+        *self.shared.0.lock() += 1;
         self.shared.1.notify_all();
     }
 
@@ -40,15 +41,21 @@ impl Shutdown {
     /// True if the request was made.
     #[must_use]
     pub fn is_requested(&self) -> bool {
-        *self.shared.0.lock()
+        *self.shared.0.lock() > 0
+    }
+
+    /// True if the request was made more than once: there is no time to wait.
+    #[must_use]
+    pub fn is_repeated(&self) -> bool {
+        *self.shared.0.lock() > 1
     }
 
     /// Waits until the request is made, for at most `timeout`. Returns true if it was made.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> bool {
         let mut requested = self.shared.0.lock();
-        let _late = self.shared.1.wait_while_for(&mut requested, |requested| !*requested, timeout);
-        *requested
+        let _late = self.shared.1.wait_while_for(&mut requested, |requested| *requested == 0, timeout);
+        *requested > 0
     }
 }
 
@@ -65,6 +72,8 @@ mod tests {
         let thread = std::thread::spawn(move || waiter.wait(Duration::MAX));
         shutdown.request();
         assert!(thread.join().expect("no panic"));
-        assert!(shutdown.is_requested());
+        assert!(shutdown.is_requested() && !shutdown.is_repeated());
+        shutdown.request();
+        assert!(shutdown.is_repeated());
     }
 }

@@ -189,7 +189,9 @@ impl DeviceServer {
         let folder = mount::create(&mut record, &options.folder)?;
         let front = start_front(&volume, &connector, &folder)?;
         let mover = Mover::new(Arc::clone(&volume), Arc::clone(&connector))?;
-        let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?), mover)?;
+        let pump = Pump::new(Arc::clone(&volume), connector, pool, seed()?);
+        let known = Arc::clone(&nodes);
+        let pump = PumpThread::start(pump, mover, move || known.list())?;
         let leak_scanner = LeakScanner::start(nodes, tenant, false)?;
         loop_device::swap_on(&mut record, &folder.join(FILE), bytes)?;
         let limit = DeviceLimit::new(options.limit_bytes, resident_bytes, bytes, &cgroup)?;

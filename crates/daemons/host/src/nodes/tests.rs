@@ -27,6 +27,8 @@ fn register_at(directory: &dyn Directory, id: u16, address: String, kept_ms: u64
         memory_bytes_max: 1 << 20,
         requested_memory_bytes: 1 << 20,
         resize_blocker: None,
+        recalled_bytes: 0,
+        recalled_from: Vec::new(),
         kept_ms,
         epoch: 1,
     };

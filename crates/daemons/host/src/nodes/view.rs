@@ -228,6 +228,8 @@ mod tests {
             memory_bytes_max: 1 << 20,
             requested_memory_bytes: 1 << 20,
             resize_blocker: None,
+            recalled_bytes: 0,
+            recalled_from: Vec::new(),
             kept_ms,
             epoch,
         }

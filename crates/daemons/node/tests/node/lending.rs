@@ -1,33 +1,41 @@
 //! Changes of the lent memory while hosts use it.
 
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
 use aquifer_directory::Directory;
 use aquifer_directory::names::{self, NodeRecord, RequestedMemory, ResizeBlocker};
-use aquifer_fabric::{Host, Memory, Tenant};
+use aquifer_fabric::{Host, Tenant};
 use aquifer_node::NodeOptions;
-use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::{Extent, NodeId, PoolClient, SizeClass};
+use aquifer_pool::size::{SECTION_BYTES, SPAN_BYTES};
+use aquifer_pool::{Extent, NodeFigures, NodeId, PoolClient, SizeClass};
 
 use crate::harness::{BYTES, NodeHarness, SectionBuffer, ServingNode};
 
 const NODE: NodeId = NodeId(1);
+const GIB: u64 = 1 << 30;
 
 fn start(harness: &NodeHarness) -> ServingNode {
     NodeHarness::start_with(NodeOptions { memory_bytes_max: 2 * BYTES, ..harness.options(1, BYTES) })
 }
 
 fn request(harness: &NodeHarness, node: &ServingNode, memory_bytes: u64) {
-    let request = RequestedMemory { node: 1, epoch: node.record.epoch, memory_bytes };
+    let request = RequestedMemory { node: 1, epoch: node.record.epoch, memory_bytes, drained_from: None };
     harness.directory().put(&names::requested_memory_key(1), &names::encode(&request), None).expect("room");
 }
 
 /// Waits until the node's record fulfils a condition.
 fn wait_for(harness: &NodeHarness, condition: impl Fn(&NodeRecord) -> bool) -> NodeRecord {
+    let key = names::node_key(1);
+    let revision = harness.directory().list(&key).expect("the directory answers").revision;
+    let mut watch = harness.directory().watch(&key, revision + 1).expect("the directory answers");
     loop {
         let record = harness.record(1).expect("it lives");
         if condition(&record) {
             return record;
         }
-        std::thread::yield_now();
+        watch.next(Duration::from_secs(1)).expect("the directory answers");
     }
 }
 
@@ -79,6 +87,70 @@ fn a_node_lends_more_and_less() {
     node.stop();
 }
 
+/// Waits until the node's figures fulfil a condition.
+fn wait_for_figures(client: &mut PoolClient, condition: impl Fn(&NodeFigures) -> bool) -> NodeFigures {
+    loop {
+        let figures = client.read_figures(NODE).expect("it answers");
+        if let Some(figures) = figures.filter(|figures| condition(figures)) {
+            return figures;
+        }
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_node_holds_what_becomes_free_of_memory_that_it_wants_back() {
+    let harness = NodeHarness::new();
+    let node = start(&harness);
+    let mut client = harness.client(1, 1).expect("it listens");
+    let span = SizeClass::new(5).expect("128 KiB");
+    let mut extents = Vec::new();
+    while let Ok(extent) = client.allocate(NODE, span) {
+        extents.push(extent);
+    }
+    extents.sort_by_key(|extent| extent.addr);
+    let kept = BYTES / 2 / SECTION_BYTES * SECTION_BYTES;
+    request(&harness, &node, kept);
+    let wants = |bytes: u64| move |figures: &NodeFigures| figures.recalled_bytes == bytes;
+    let figures = wait_for_figures(&mut client, wants(BYTES - kept));
+    assert_eq!((u64::from(figures.first_recalled), figures.free_bytes), (kept / SECTION_BYTES, 0));
+
+    // What becomes free behind the boundary belongs to the node, and what becomes free in front of
+    // it does not.
+    client.free(extents.pop().expect("many")).expect("it is ours");
+    let is_held = |figures: &NodeFigures| {
+        (figures.recalled_bytes, figures.free_bytes, figures.lent_bytes)
+            == (BYTES - kept - SPAN_BYTES, 0, BYTES - SPAN_BYTES)
+    };
+    wait_for_figures(&mut client, is_held);
+    assert!(client.allocate(NODE, span).is_err(), "the node holds it");
+    client.free(extents.remove(0)).expect("it is ours");
+    // The node may be clearing it.
+    let again = std::iter::repeat_with(|| client.allocate(NODE, span).ok()).find_map(|extent| extent);
+    extents.insert(0, again.expect("the boundary is behind it"));
+
+    // The node lends what it held when it is to lend more again.
+    request(&harness, &node, BYTES);
+    wait_for_figures(&mut client, |figures| figures.recalled_bytes == 0 && figures.free_bytes == SPAN_BYTES);
+    extents.push(client.allocate(NODE, span).expect("it is lent again"));
+
+    // The request is undone before anything was held.
+    request(&harness, &node, 0);
+    wait_for_figures(&mut client, wants(BYTES));
+    request(&harness, &node, BYTES);
+    wait_for_figures(&mut client, wants(0));
+
+    // The rest returns section by section.
+    request(&harness, &node, 0);
+    wait_for_figures(&mut client, wants(BYTES));
+    for extent in extents {
+        client.free(extent).expect("it is ours");
+    }
+    wait_for(&harness, |record| record.memory_bytes == 0 && record.recalled_bytes == 0);
+    wait_for_figures(&mut client, |figures| *figures == NodeFigures::default());
+    node.stop();
+}
+
 /// Lent memory counts as used, whether or not it is written.
 #[test]
 fn a_node_lends_no_more_than_its_machine_has() {
@@ -98,41 +170,65 @@ fn a_node_lends_no_more_than_its_machine_has() {
     node.stop();
 }
 
-/// The machine's available memory, in bytes.
-fn available_bytes() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").expect("/proc/meminfo exists");
-    let line = meminfo.lines().find(|line| line.starts_with("MemAvailable:")).expect("MemAvailable");
-    line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).expect("a number") * 1024
+/// Options of a node that keeps a gibibyte free, on a machine whose available memory is
+/// `available_bytes`.
+fn keeping_free(
+    harness: &NodeHarness,
+    lent_bytes: u64,
+    available_bytes: fn() -> io::Result<u64>,
+) -> NodeOptions {
+    NodeOptions {
+        keep_free_bytes: Some(GIB),
+        available_bytes,
+        watches_pressure: false,
+        ..harness.options(1, lent_bytes)
+    }
 }
 
-/// Half of the lent memory returns to the machine when another program needs as much. The bounds
-/// are wide because other programs may run.
+/// Lent memory returns to the machine when other programs need it, and is lent again later.
 #[test]
 fn a_node_with_keep_free_follows_the_available_memory() {
+    static AVAILABLE: AtomicU64 = AtomicU64::new(3 * GIB);
     let harness = NodeHarness::new();
-    let available = available_bytes();
-    let needed = (available / 4).min(1 << 30);
-    let options =
-        NodeOptions { keep_free_bytes: Some(available - 2 * needed), ..harness.options(1, 2 * needed) };
-    let node = NodeHarness::start_with(options);
-    let (least, most) = (needed / 4, needed / 2 * 3);
-    wait_for(&harness, |record| record.memory_bytes >= most);
-    let bytes = usize::try_from(needed).expect("it fits");
-    let other_program = Memory::create("other", bytes).expect("address space");
-    for page in (0..bytes).step_by(4096) {
-        other_program.write(page, &[1]);
-    }
-    let is_less = |record: &NodeRecord| record.memory_bytes < most && record.resize_blocker.is_some();
-    let record = wait_for(&harness, is_less);
-    assert_eq!(
-        (record.resize_blocker, record.memory_bytes >= least),
-        (Some(ResizeBlocker::NoMemory), true),
-        "{record:?}"
-    );
+    let node = NodeHarness::start_with(keeping_free(&harness, GIB, || Ok(AVAILABLE.load(Relaxed))));
+    assert_eq!(node.record.memory_bytes, GIB);
+    AVAILABLE.store(GIB + GIB / 2, Relaxed);
+    let record = wait_for(&harness, |record| record.memory_bytes < GIB);
+    assert_eq!(record.resize_blocker, Some(ResizeBlocker::NoMemory));
+    // What the node's metadata takes counts as lent.
+    assert!((GIB / 2..GIB / 4 * 3).contains(&record.memory_bytes), "{record:?}");
     let client = harness.client(1, 1).expect("it listens");
-    assert!(client.total_bytes(NODE) < most);
-    drop(other_program);
-    wait_for(&harness, |record| record.memory_bytes >= most);
+    assert!(client.total_bytes(NODE) < GIB);
+    AVAILABLE.store(3 * GIB, Relaxed);
+    wait_for(&harness, |record| record.memory_bytes == GIB);
+    node.stop();
+}
+
+/// If the memory that the machine needs is in use, the node recalls it, and holds what becomes
+/// free.
+#[test]
+fn a_node_with_keep_free_recalls_memory_in_use() {
+    const LENT: u64 = 256 << 20;
+    static AVAILABLE: AtomicU64 = AtomicU64::new(3 * GIB);
+    let harness = NodeHarness::new();
+    let node = NodeHarness::start_with(keeping_free(&harness, LENT, || Ok(AVAILABLE.load(Relaxed))));
+    let mut client = harness.client(1, 1).expect("it listens");
+    let mut extents = Vec::new();
+    while let Ok(extent) = client.allocate(NODE, SizeClass::SECTION) {
+        extents.push(extent);
+    }
+    AVAILABLE.store(GIB + LENT / 2, Relaxed);
+    let record = wait_for(&harness, |record| record.recalled_bytes > 0);
+    assert!((LENT / 4..=LENT / 2).contains(&record.recalled_bytes), "{record:?}");
+    assert_eq!((record.recalled_from[0].tenant, record.memory_bytes), (Some(0), LENT));
+    let figures = wait_for_figures(&mut client, |figures| figures.recalled_bytes > 0);
+    extents.sort_by_key(|extent| extent.addr);
+    let kept = extents.len() - usize::try_from(figures.recalled_bytes / SECTION_BYTES).expect("it fits");
+    for extent in extents.drain(kept..) {
+        client.free(extent).expect("it is ours");
+    }
+    let record = wait_for(&harness, |record| record.recalled_bytes == 0 && record.memory_bytes < LENT);
+    assert!(record.recalled_from.is_empty(), "{record:?}");
     node.stop();
 }
 

@@ -147,6 +147,8 @@ fn a_node_with_the_number_of_another_node_does_not_start() {
         memory_bytes_max: 1,
         requested_memory_bytes: 1,
         resize_blocker: None,
+        recalled_bytes: 0,
+        recalled_from: Vec::new(),
         kept_ms: 0,
         epoch: 1,
     };

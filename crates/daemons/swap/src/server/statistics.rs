@@ -77,6 +77,8 @@ impl DeviceServer {
             replicas: 1,
             vacated_slabs: stats.vacated_slabs,
             repacked_pages: stats.repacked_pages,
+            moved_bytes: stats.moved_bytes,
+            recalled_bytes: stats.recalled_bytes,
             swap_bytes: Some(self.volume.bytes()),
             faults: usage.major_faults,
             zero_pages: stats.zero_pages,
