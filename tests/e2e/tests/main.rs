@@ -10,6 +10,7 @@ mod check;
 mod checker;
 mod children;
 mod core_dump;
+mod drain;
 mod etcd;
 mod examples;
 mod extents;

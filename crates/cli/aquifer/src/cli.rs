@@ -27,6 +27,7 @@ Cluster on this machine:
   down       Stop them
   status     Show daemons, free memory and running programs
   lend       Change how much memory a node lends, while it is in use
+  drain      Empty a node, so that it can be stopped
   heap       List, compact and limit the heaps of objects that programs have
   segment    List, move and free the segments of programs on this host
 
@@ -95,6 +96,8 @@ pub enum Command {
     Status(StatusArguments),
     /// Change how much memory a node lends, while it is in use
     Lend(LendArguments),
+    /// Empty a node: move what programs have there to other nodes, so that it can be stopped
+    Drain(DrainArguments),
     /// List, compact and limit the heaps of objects that programs have
     Heap(HeapArguments),
     /// List, move and free the segments of programs on this host
@@ -176,6 +179,10 @@ pub struct UpArguments {
     /// nodes lend, and when it is short, users that have less of it come first]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub pages_per_user: Option<u64>,
+    /// Most bytes a second that are moved off nodes that are being emptied, such as 20M; 0 for no
+    /// limit [default: 100M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse_or_zero)]
+    pub move_rate: Option<u64>,
     /// Time for which programs wait for a new agent after theirs died, before they are ended, such
     /// as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
@@ -263,8 +270,8 @@ pub struct DownArguments {
 /// Arguments of `aquifer lend`.
 #[derive(Args, Clone, Debug)]
 pub struct LendArguments {
-    /// Memory that the node lends from now on, such as 512M; 0 to lend none. Memory in use is not
-    /// taken away: the node shrinks as it is freed
+    /// Memory that the node lends from now on, such as 512M; 0 to lend none. If it has more in use,
+    /// hosts move their pages to other nodes; what cannot move stays until it is freed
     #[arg(value_name = "SIZE", value_parser = size::parse_or_zero)]
     pub size: u64,
     /// The node's number [default: the only node]
@@ -272,6 +279,23 @@ pub struct LendArguments {
     pub node: Option<u16>,
     /// Do not wait until the node lends this much
     #[arg(long)]
+    pub no_wait: bool,
+    /// The directory, if it is not the one of the cluster in the state folder.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
+}
+
+/// Arguments of `aquifer drain`.
+#[derive(Args, Clone, Debug)]
+pub struct DrainArguments {
+    /// The node's number [default: the only node]
+    #[arg(value_name = "NODE")]
+    pub node: Option<u16>,
+    /// Let the node lend again what it lent before
+    #[arg(long)]
+    pub undo: bool,
+    /// Do not wait until the node is empty
+    #[arg(long, conflicts_with = "undo")]
     pub no_wait: bool,
     /// The directory, if it is not the one of the cluster in the state folder.
     #[command(flatten)]

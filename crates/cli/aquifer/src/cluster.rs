@@ -6,6 +6,7 @@
 mod config;
 pub(crate) mod daemon;
 mod down;
+mod drain;
 #[cfg(test)]
 mod golden_tests;
 mod heap;
@@ -27,6 +28,7 @@ pub mod systemd;
 mod up;
 
 pub use down::down;
+pub use drain::drain;
 pub use heap::heap;
 pub use lend::lend;
 pub use limit::limit;

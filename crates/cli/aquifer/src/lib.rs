@@ -47,6 +47,7 @@ pub fn main() -> ExitCode {
         Command::Down(arguments) => state(&cli.state).and_then(|state| cluster::down(&state, &arguments)),
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
         Command::Limit(arguments) => cluster::limit(given, &arguments),
+        Command::Drain(arguments) => state(&cli.state).and_then(|state| cluster::drain(&state, &arguments)),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
         Command::Heap(arguments) => state(&cli.state).and_then(|state| cluster::heap(&state, &arguments)),
         Command::Segment(arguments) => cluster::segment(given, &arguments),

@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 mod cache_weight;
 
-use crate::cli::{parse_grace_ms, parse_lent_memory, parse_mempool};
+use crate::cli::{parse_grace_ms, parse_lent_memory, parse_mempool, parse_time_ms};
 use aquifer_ipc::size;
 
 pub use cache_weight::CacheWeight;
@@ -122,6 +122,11 @@ pub struct NodeSettings {
     #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
     #[serde(deserialize_with = "grace_ms")]
     pub grace: Option<u64>,
+    /// When the node is asked to stop, wait at most this long until hosts have moved their pages to
+    /// other nodes, such as 2m [default: it stops at once]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    #[serde(deserialize_with = "time_ms")]
+    pub drain_on_stop: Option<u64>,
     /// Lend over a network at this address, such as 10.0.0.1:7400, to hosts with the cluster key
     /// [default: lend to this machine only, by shared memory]
     #[arg(long, value_name = "ADDRESS")]
@@ -258,6 +263,11 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub pages_share: Option<u64>,
+    /// Most bytes a second that this host moves off nodes that are being emptied, such as 20M; 0
+    /// for no limit [default: 100M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse_or_zero)]
+    #[serde(deserialize_with = "bytes_or_zero")]
+    pub move_rate: Option<u64>,
     /// Address and port at which agents of other hosts hand segments over; they must have the
     /// cluster key [default: segments stay on this host]
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -325,6 +335,7 @@ impl Settings for NodeSettings {
             memory: self.memory.or(other.memory),
             memory_max: self.memory_max.or(other.memory_max),
             keep_free: self.keep_free.or(other.keep_free),
+            drain_on_stop: self.drain_on_stop.or(other.drain_on_stop),
             grace: self.grace.or(other.grace),
             listen: self.listen.or(other.listen),
             fabric: self.fabric.or(other.fabric),
@@ -371,6 +382,7 @@ impl Settings for AgentSettings {
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
             pages_per_user: self.pages_per_user.or(other.pages_per_user),
             pages_share: self.pages_share.or(other.pages_share),
+            move_rate: self.move_rate.or(other.move_rate),
             segment_listen: self.segment_listen.or(other.segment_listen),
             segment_memory: self.segment_memory.or(other.segment_memory),
             segment_pull_rate: self.segment_pull_rate.or(other.segment_pull_rate),
@@ -435,6 +447,10 @@ fn lent_memory<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Err
 
 fn mempool_bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     parse_mempool(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn time_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    parse_time_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
 fn grace_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {

@@ -88,6 +88,10 @@ pub struct ClusterConfig {
     /// written, so that the previous version of `aquifer` can read the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pages_per_user: Option<u64>,
+    /// Most bytes a second that are moved off nodes that are being emptied, if it was given. 0: no
+    /// limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub move_rate: Option<u64>,
     /// Socket of the agent for other users, if it serves them.
     #[serde(default)]
     pub shared_socket: Option<PathBuf>,
@@ -120,6 +124,7 @@ impl ClusterConfig {
             cache_per_user: arguments.cache_per_user,
             extents_per_user: arguments.extents_per_user,
             pages_per_user: arguments.pages_per_user,
+            move_rate: arguments.move_rate,
             shared_socket: arguments.shared_socket.clone(),
             grace_ms: arguments.grace.unwrap_or(GRACE_MS),
             fabric: arguments.fabric.unwrap_or(Fabric::Shm),
@@ -274,6 +279,7 @@ impl ClusterConfig {
             difference("--cache-per-user", arguments.cache_per_user, self.cache_per_user, size),
             difference("--extents-per-user", arguments.extents_per_user, self.extents_per_user, size),
             difference("--pages-per-user", arguments.pages_per_user, self.pages_per_user, size),
+            difference("--move-rate", arguments.move_rate, self.move_rate, size),
             difference("--grace", arguments.grace, Some(self.grace_ms), |ms| format!("{ms}ms")),
             (arguments.no_restart && !self.no_restart).then(|| "no --no-restart".to_owned()),
             difference("--directory", given.address.as_ref(), own.address.as_ref(), |address| {
@@ -335,6 +341,7 @@ mod tests {
             cache_per_user: None,
             extents_per_user: None,
             pages_per_user: None,
+            move_rate: None,
             shared_socket: None,
             grace: None,
             without_runs: false,

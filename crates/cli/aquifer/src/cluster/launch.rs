@@ -128,6 +128,7 @@ pub fn start(
             .args(config.cache_per_user.map(|bytes| format!("--cache-per-user={bytes}")))
             .args(config.extents_per_user.map(|bytes| format!("--extents-per-user={bytes}")))
             .args(config.pages_per_user.map(|bytes| format!("--pages-per-user={bytes}")))
+            .args(config.move_rate.map(|bytes| format!("--move-rate={bytes}")))
             .args(config.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
             .args(config.directory_flags()),
     };

@@ -21,14 +21,14 @@ use aquifer_ipc::size::ByteSize;
 /// Time without an event after which the progress bar is redrawn.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
 /// Time after which an obstacle is reported as an error. A node retries ten times a second.
-const OBSTACLE_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const OBSTACLE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time within which a running node whose lease has expired gets a new one.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Requests a size from a node and waits until the node lends it.
 pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
     let directory = location(state, &arguments.directory)?.connect(state)?;
-    let node = choose(names::nodes(&*directory)?, arguments.node)?;
+    let node = choose(names::nodes(&*directory)?, arguments.node, "give the node with --node NUMBER")?;
     if (1..SECTION_BYTES).contains(&arguments.size) {
         return Err(format!(
             "a node lends in steps of {}: give that much or more, or 0",
@@ -46,7 +46,7 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
         );
         return Err(why.into());
     }
-    let request = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes };
+    let request = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes, drained_from: None };
     directory.put(&names::requested_memory_key(node.id), &names::encode(&request), None)?;
     if arguments.no_wait {
         say_line!(
@@ -72,11 +72,11 @@ pub(super) fn location(
     Ok(DirectoryLocation::new(config.as_ref().map_or(settings, |config| &config.directory))?)
 }
 
-/// The node with the number `id`; without a number, the only node.
+/// The node with the number `id`; without a number, the only node. `hint` says how to give one.
 ///
 /// # Errors
 /// A message with the numbers of all nodes.
-fn choose(nodes: Vec<NodeRecord>, id: Option<u16>) -> Result<NodeRecord, String> {
+pub(super) fn choose(nodes: Vec<NodeRecord>, id: Option<u16>, hint: &str) -> Result<NodeRecord, String> {
     let mut ids: Vec<u16> = nodes.iter().map(|node| node.id).collect();
     ids.sort_unstable();
     let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
@@ -91,8 +91,7 @@ fn choose(nodes: Vec<NodeRecord>, id: Option<u16>) -> Result<NodeRecord, String>
             .find(|node| node.id == id)
             .ok_or_else(|| format!("there is no node {id}; {known}")),
         None => {
-            let [only] = <[NodeRecord; 1]>::try_from(nodes)
-                .map_err(|_| format!("give the node with --node NUMBER; {known}"))?;
+            let [only] = <[NodeRecord; 1]>::try_from(nodes).map_err(|_| format!("{hint}; {known}"))?;
             Ok(only)
         }
     }
@@ -149,7 +148,7 @@ impl LendProgress<'_> {
         entry: Option<&DirectoryEntry>,
         initial_bytes: u64,
     ) -> Result<bool, Box<dyn Error>> {
-        let RequestedMemory { node, epoch, memory_bytes } = self.request;
+        let RequestedMemory { node, epoch, memory_bytes, .. } = self.request;
         let ended = || format!("node {node} has ended, so the request has no effect");
         let Some(entry) = entry else {
             let since = *self.missing_since.get_or_insert_with(Instant::now);
@@ -208,7 +207,7 @@ impl LendProgress<'_> {
         }
         if blocker == ResizeBlocker::InUse && is_new {
             // The bar is hidden if standard error is not a terminal.
-            self.bar.set_message("waiting for memory in use to be freed");
+            self.bar.set_message("waiting until memory in use is moved or freed");
             if self.bar.is_hidden() {
                 crate::say::say_error!("{what}");
             }
@@ -239,6 +238,8 @@ mod tests {
             memory_bytes_max: 0,
             requested_memory_bytes: 0,
             resize_blocker: None,
+            recalled_bytes: 0,
+            recalled_from: Vec::new(),
             kept_ms: 0,
             epoch: 1,
         }
@@ -246,11 +247,11 @@ mod tests {
 
     #[test]
     fn a_node_is_chosen_or_the_error_lists_all() {
-        assert_eq!(choose(vec![node(7)], None).unwrap().id, 7);
-        assert_eq!(choose(vec![node(7), node(3)], Some(3)).unwrap().id, 3);
+        assert_eq!(choose(vec![node(7)], None, "").unwrap().id, 7);
+        assert_eq!(choose(vec![node(7), node(3)], Some(3), "").unwrap().id, 3);
         for id in [None, Some(4)] {
-            assert!(choose(vec![node(7), node(3)], id).unwrap_err().contains("nodes: 3, 7"));
-            assert!(choose(Vec::new(), id).unwrap_err().contains("no node"));
+            assert!(choose(vec![node(7), node(3)], id, "").unwrap_err().contains("nodes: 3, 7"));
+            assert!(choose(Vec::new(), id, "").unwrap_err().contains("no node"));
         }
     }
 }

@@ -189,6 +189,7 @@ fn node(
     let connect = Box::new(move || location.connect(&for_connect));
     let mut options = NodeOptions::new(id, memory, listen(state, settings, id)?, connect);
     options.keep_free_bytes = settings.keep_free;
+    options.drain_on_stop = settings.drain_on_stop.map(Duration::from_millis);
     options.memory_bytes_max = settings.memory_max.unwrap_or(memory);
     options.advertise = settings.advertise;
     options.metrics.clone_from(&settings.metrics);
@@ -342,6 +343,7 @@ fn agent(
         extents_per_user: settings.extents_per_user,
         pages_per_user: settings.pages_per_user,
         pages_share: settings.pages_share,
+        move_rate: settings.move_rate,
         segments: SegmentSettings {
             listen: settings.segment_listen,
             bytes_per_user: settings.segment_memory.unwrap_or(available / 2),

@@ -122,7 +122,15 @@ impl StopSignal {
         }
     }
 
-    /// Calls `handle` for each request on a thread of its own, until the request is to stop now.
+    /// Removes the signal that was found, so that the next one is found, too. Returns false if that
+    /// fails.
+    fn consume_signal(&self) -> bool {
+        let mut signal = [0; size_of::<libc::signalfd_siginfo>()];
+        rustix::io::read(&self.descriptor, &mut signal).is_ok()
+    }
+
+    /// Calls `handle` for each request on a thread of its own. A request to stop now may come
+    /// again.
     ///
     /// # Errors
     /// If the thread cannot be started.
@@ -130,7 +138,7 @@ impl StopSignal {
         let wait = move || {
             while let Some(request) = self.wait(None) {
                 handle(request);
-                if request == StopRequest::Now {
+                if request == StopRequest::Now && !self.consume_signal() {
                     return;
                 }
             }

@@ -90,6 +90,8 @@ struct NodeStatus {
     memory_bytes: u64,
     /// Requested size.
     memory_bytes_wanted: u64,
+    /// Memory in use that the node recalls: hosts move their pages off it.
+    recalled_bytes: u64,
     /// Upper bound of the requested size.
     memory_bytes_max: u64,
     /// Free memory, as the agent reports it.
@@ -315,6 +317,7 @@ fn node_status(node: &NodeRecord, agent: Option<&AgentStatus>) -> NodeStatus {
         address: Some(node.address.clone()),
         memory_bytes: node.memory_bytes,
         memory_bytes_wanted: node.requested_memory_bytes,
+        recalled_bytes: node.recalled_bytes,
         memory_bytes_max: node.memory_bytes_max,
         free_bytes: known.map(|known| known.free_bytes),
     }
@@ -327,6 +330,7 @@ fn node_of_agent(node: &aquifer_report::NodeStatus) -> NodeStatus {
         address: None,
         memory_bytes: node.memory_bytes,
         memory_bytes_wanted: node.memory_bytes,
+        recalled_bytes: 0,
         memory_bytes_max: node.memory_bytes,
         free_bytes: Some(node.free_bytes),
     }
@@ -352,3 +356,5 @@ fn missing_nodes(records: &Records, agent: Option<&AgentStatus>, is_own: bool) -
 mod golden_tests;
 mod records;
 mod text;
+
+pub(super) use text::name_of;

@@ -13,6 +13,7 @@ fn golden_status() {
         address: Some("node-1.sock".into()),
         memory_bytes: 2,
         memory_bytes_wanted: 3,
+        recalled_bytes: 1,
         memory_bytes_max: 4,
         free_bytes: Some(5),
     };

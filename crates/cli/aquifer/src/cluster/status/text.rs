@@ -132,6 +132,9 @@ fn write_lent(text: &mut String, node: &NodeStatus) -> std::fmt::Result {
     if node.memory_bytes != node.memory_bytes_wanted {
         write!(text, " (requested: {})", ByteSize(node.memory_bytes_wanted))?;
     }
+    if node.recalled_bytes > 0 {
+        write!(text, ", {} to be moved", ByteSize(node.recalled_bytes))?;
+    }
     match node.free_bytes {
         Some(free) => write!(text, ", {} free", ByteSize(free)),
         None => Ok(()),
@@ -139,7 +142,7 @@ fn write_lent(text: &mut String, node: &NodeStatus) -> std::fmt::Result {
 }
 
 /// A user's name, or its number if it has none.
-fn name_of(user: u32) -> String {
+pub(in super::super) fn name_of(user: u32) -> String {
     let found = nix::unistd::User::from_uid(nix::unistd::Uid::from_raw(user));
     found.ok().flatten().map_or_else(|| user.to_string(), |user| user.name)
 }

@@ -1,0 +1,129 @@
+//! Nodes that are emptied under programs which check every byte.
+
+use std::process::Output;
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use rustix::process::Signal;
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+
+fn drain(cluster: &Cluster, words: &[&str]) -> Output {
+    cluster.command().arg("drain").args(words).output().expect("it can be started")
+}
+
+fn assert_drained(cluster: &Cluster, node: &str) {
+    let output = drain(cluster, &[node]);
+    assert!(output.status.success(), "{}\n{}", text(&output.stderr), cluster.logs());
+    assert!(text(&output.stdout).contains("is empty"), "{}", text(&output.stdout));
+    let lent = lent_bytes(cluster, node);
+    assert_eq!(lent, Some(0), "node {node}");
+}
+
+fn undo(cluster: &Cluster, node: &str) {
+    let output = drain(cluster, &[node, "--undo"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    eventually("the node to lend again", || (lent_bytes(cluster, node)? > 0).then_some(()));
+}
+
+/// The memory that a node lends, as `aquifer status` shows it.
+fn lent_bytes(cluster: &Cluster, node: &str) -> Option<u64> {
+    let status = cluster.status();
+    let nodes = status["nodes"].as_array()?;
+    let of_node = |other: &&Value| other["id"].as_u64().is_some_and(|id| id.to_string() == node);
+    nodes.iter().find(of_node)?["memory_bytes"].as_u64()
+}
+
+fn start_checker(cluster: &Cluster, replicas: &str, bytes: &str) -> Running {
+    let checker = build::programs().join("checker");
+    let mut command = cluster.command();
+    command.args(["run", "--replicas", replicas, "--local", "16M", "--"]).arg(checker);
+    command.args(["pages", "--bytes", bytes, "--rounds", "1000000"]);
+    Running::start(&mut command, false, mempool_share(cluster.agent_socket()))
+}
+
+/// A figure of the only run.
+fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
+    status(cluster.agent_socket())?["runs"].as_array()?.first()?[name].as_u64()
+}
+
+fn await_faults(cluster: &Cluster) {
+    let before = figure(cluster, "faults").expect("the program runs");
+    eventually("the program to continue", || (figure(cluster, "faults")? >= before + 5000).then_some(()));
+}
+
+fn end(cluster: &Cluster, run: Running) {
+    let program = processes::descendants(run.pid()).first().copied().expect("the program still runs");
+    assert_eq!(figure(cluster, "lost_pages"), Some(0));
+    processes::signal(program, Signal::KILL);
+    let outcome = run.wait();
+    assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
+    assert!(!outcome.stderr.contains("SIGBUS"), "a page was lost: {}", outcome.stderr);
+}
+
+/// Drains each node in turn, and kills the last one when it is empty.
+fn drain_all(fabric: &str) {
+    let cluster = Cluster::up_with(2, "256M", &["--fabric", fabric]);
+    let run = start_checker(&cluster, "1", "64M");
+    eventually("most of it to be on nodes", || (figure(&cluster, "remote_bytes")? >= 40 * MIB).then_some(()));
+    for node in ["1", "2"] {
+        assert_drained(&cluster, node);
+        await_faults(&cluster);
+        undo(&cluster, node);
+    }
+    assert!(figure(&cluster, "moved_bytes") >= Some(40 * MIB));
+    assert_drained(&cluster, "1");
+    processes::signal(cluster.daemon("node", Some(1)), Signal::KILL);
+    await_faults(&cluster);
+    end(&cluster, run);
+}
+
+#[test]
+fn all_nodes_are_drained_one_after_another() {
+    drain_all("shm");
+}
+
+#[test]
+fn all_nodes_are_drained_one_after_another_over_tcp() {
+    drain_all("tcp");
+}
+
+#[test]
+fn replicas_stay_on_distinct_nodes_when_one_is_drained() {
+    for replicas in ["2", "3"] {
+        let cluster = Cluster::up(4, "128M");
+        let run = start_checker(&cluster, replicas, "40M");
+        let is_complete = || {
+            (figure(&cluster, "remote_bytes")? >= 40 * MIB && figure(&cluster, "degraded_slabs")? == 0)
+                .then_some(())
+        };
+        eventually("all pages to be on distinct nodes", is_complete);
+        assert_drained(&cluster, "3");
+        eventually("all replicas to exist again", is_complete);
+        processes::signal(cluster.daemon("node", Some(3)), Signal::KILL);
+        await_faults(&cluster);
+        assert_eq!(figure(&cluster, "lost_pages"), Some(0));
+        end(&cluster, run);
+    }
+}
+
+#[test]
+fn a_drain_without_room_elsewhere_can_be_undone() {
+    let cluster = Cluster::up(1, "128M");
+    let run = start_checker(&cluster, "1", "40M");
+    eventually("pages on the node", || (figure(&cluster, "remote_bytes")? >= 20 * MIB).then_some(()));
+    let output = drain(&cluster, &["--no-wait"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    eventually("the node to want its memory back", || {
+        (figure(&cluster, "recalled_bytes")? >= 20 * MIB).then_some(())
+    });
+    await_faults(&cluster);
+    undo(&cluster, "1");
+    eventually("nothing to leave any more", || (figure(&cluster, "recalled_bytes")? == 0).then_some(()));
+    let again = drain(&cluster, &["--undo"]);
+    assert!(text(&again.stderr).contains("is not being drained"), "{}", text(&again.stderr));
+    end(&cluster, run);
+    cluster.assert_all_free();
+}
