@@ -1,7 +1,7 @@
 # The commands of the project. Their steps are in scripts/ and in the binary.
 
 AQUIFER := target/release/aquifer
-BENCHES := alloc objects page-cache migration cache fabric faults 'faults --fabric tcp' failover kv malloc apps restart
+BENCHES := alloc objects page-cache migration cache fabric faults 'faults --fabric tcp' failover eviction kv malloc apps restart
 RESEARCH := alloc objects packing
 # Seconds of random programs and chaos in `make test-long`: a third is for programs, a third for
 # chaos with nodes that lose their memory, and a third for chaos with nodes that keep it.

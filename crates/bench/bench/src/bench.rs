@@ -7,6 +7,7 @@
 mod alloc;
 mod apps;
 mod cache;
+mod eviction;
 pub mod fabric;
 mod failover;
 mod faults;
@@ -42,7 +43,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Fabric between agent and nodes, for `bench faults` and `bench restart` [default: shm], and
-    /// `bench failover` [default: tcp]
+    /// `bench eviction` and `bench failover` [default: tcp]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
     /// Trace for `bench alloc` to replay: lines MICROSECONDS SIZE_CLASS, where class k has 4
@@ -101,7 +102,7 @@ const SERVING: [(&str, Serve); 3] =
 
 const BENCHES: BenchList<BenchArgs> = BenchList { command: "aquifer bench", benches: &ALL };
 
-const ALL: [Bench<BenchArgs>; 12] = [
+const ALL: [Bench<BenchArgs>; 13] = [
     Bench {
         name: "alloc",
         about: "allocation of extents over shared memory and over TCP, beside RPC and a one-sided array",
@@ -122,6 +123,13 @@ const ALL: [Bench<BenchArgs>; 12] = [
         targets: cache::TARGETS,
         options: &[ONLY, POGOCACHE],
         run: cache::run,
+    },
+    Bench {
+        name: "eviction",
+        about: "speed of a program while a memory node is emptied",
+        targets: eviction::TARGETS,
+        options: &[FABRIC],
+        run: eviction::run,
     },
     Bench {
         name: "failover",

@@ -75,6 +75,12 @@ pub enum BenchError {
         /// The output of the command.
         message: String,
     },
+    /// The agent reports no such run.
+    #[error("`aquifer status` does not show {what}")]
+    NoStatus {
+        /// The run.
+        what: &'static str,
+    },
     /// A measured program failed.
     #[error("{program} failed ({context}; {status}): {message}")]
     Program {

@@ -193,6 +193,35 @@ impl Cluster {
         Ok(cluster)
     }
 
+    /// Starts a cluster of `nodes` nodes, each of which lends `memory_bytes`, with further options
+    /// of `aquifer up`.
+    ///
+    /// # Errors
+    /// Those of [`Self::up`].
+    pub fn up_with_nodes(
+        nodes: u16,
+        memory_bytes: u64,
+        fabric: Fabric,
+        options: &[&str],
+    ) -> Result<Self, BenchError> {
+        stop_abandoned();
+        let mut cluster = Self { state: folder::create(PREFIX)?, daemons: Vec::new() };
+        let (nodes, memory) = (nodes.to_string(), memory_bytes.to_string());
+        let args = ["--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()];
+        let args = COMMON.iter().chain(options).chain(&args);
+        cluster.control("up", &args.map(OsStr::new).collect::<Vec<_>>())?;
+        cluster.daemons = procs::with_argument(cluster.state());
+        Ok(cluster)
+    }
+
+    /// Empties a memory node.
+    ///
+    /// # Errors
+    /// If `aquifer drain` fails.
+    pub fn drain(&self, node: u16) -> Result<(), BenchError> {
+        self.control("drain", &[OsStr::new(&node.to_string())])
+    }
+
     /// The state folder.
     pub fn state(&self) -> &Path {
         self.state.path()
