@@ -39,6 +39,7 @@ pub(super) fn interrupt(thread: i32) {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
+    use std::time::Duration;
 
     use super::*;
 
@@ -46,16 +47,20 @@ mod tests {
     fn a_read_that_waits_is_interrupted() {
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         let (send, receive) = mpsc::channel();
-        let waiting = std::thread::spawn(move || {
+        let (send_outcome, outcomes) = mpsc::channel();
+        std::thread::spawn(move || {
             send.send(this_thread()).unwrap();
-            rustix::io::read(&reader, &mut [0; 1])
+            send_outcome.send(rustix::io::read(&reader, &mut [0; 1])).unwrap();
         });
         let thread = receive.recv().unwrap();
-        // Repeated, because the thread may not wait yet.
-        while !waiting.is_finished() {
+        // Repeated, because the thread may not wait yet, with a pause in which it can leave the
+        // handler.
+        let outcome = loop {
             interrupt(thread);
-            std::thread::yield_now();
-        }
-        assert_eq!(waiting.join().unwrap(), Err(rustix::io::Errno::INTR));
+            if let Ok(outcome) = outcomes.recv_timeout(Duration::from_millis(1)) {
+                break outcome;
+            }
+        };
+        assert_eq!(outcome, Err(rustix::io::Errno::INTR));
     }
 }
