@@ -71,10 +71,10 @@ impl RunBytes {
         self.user.bytes.load(Relaxed)
     }
 
-    /// The key by which runs are ordered. Of two runs with the same memory, the older one is
-    /// smaller.
-    fn size(&self) -> (u64, u32, u64, u64) {
-        (self.user_bytes(), self.user.owner, self.bytes(), self.run)
+    /// The key by which runs are ordered, with the bytes of their users' extents. Of two runs with
+    /// the same memory, the older one is smaller.
+    fn size(&self, extent_bytes: u64) -> (u64, u32, u64, u64) {
+        (self.user_bytes() + extent_bytes, self.user.owner, self.bytes(), self.run)
     }
 }
 
@@ -228,9 +228,10 @@ impl PoolShares {
 
     /// Returns the bytes that a run must leave free of a pool of `lent_bytes`.
     fn leave_free(&self, run: &RunBytes, lent_bytes: u64) -> u64 {
-        let (mut larger, mut smaller, size) = (0, 0, run.size());
+        let size_of = |run: &RunBytes| run.size(self.extent_bytes(run.user.owner));
+        let (mut larger, mut smaller, size) = (0, 0, size_of(run));
         for other in self.runs.lock().iter() {
-            match other.size().cmp(&size) {
+            match size_of(other).cmp(&size) {
                 std::cmp::Ordering::Greater => larger += 1,
                 std::cmp::Ordering::Less => smaller += 1,
                 std::cmp::Ordering::Equal => {}
@@ -411,7 +412,12 @@ mod tests {
         let shares = PoolShares::new(PoolLimits { serves_all_users: true, ..PoolLimits::default() });
         let (greedy, other) = (shares.join(1, 7), shares.join(2, 8));
         shares.count_extents(|owner| if owner == 7 { SHARE } else { 0 });
-        assert_eq!(shares.leave_free(&greedy, LENT), 2 * SHARE, "of the other, and of the next user");
+        let others = 2 * SHARE;
+        assert_eq!(
+            shares.leave_free(&greedy, LENT),
+            LENT / 32 + others,
+            "of the other, and of the next user"
+        );
         assert_eq!(shares.leave_free(&other, LENT), 0);
         shares.set_bytes(&other, SHARE / 2);
         assert_eq!(shares.leave_free(&greedy, LENT), LENT / 32 + SHARE / 2 + SHARE);
