@@ -44,6 +44,13 @@ fn start_checker(cluster: &Cluster, replicas: &str, bytes: &str) -> Running {
     Running::start(&mut command, false, mempool_share(cluster.agent_socket()))
 }
 
+/// Memory of the only run that nodes recall.
+fn recalled_bytes(cluster: &Cluster) -> Option<u64> {
+    let status = status(cluster.agent_socket())?;
+    let recalled = status["runs"].as_array()?.first()?["recalled"].as_array()?;
+    Some(recalled.iter().filter_map(|recalled| recalled["bytes"].as_u64()).sum())
+}
+
 /// A figure of the only run.
 fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
     status(cluster.agent_socket())?["runs"].as_array()?.first()?[name].as_u64()
@@ -116,14 +123,36 @@ fn a_drain_without_room_elsewhere_can_be_undone() {
     eventually("pages on the node", || (figure(&cluster, "remote_bytes")? >= 20 * MIB).then_some(()));
     let output = drain(&cluster, &["--no-wait"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    eventually("the node to want its memory back", || {
-        (figure(&cluster, "recalled_bytes")? >= 20 * MIB).then_some(())
-    });
+    eventually("the node to want its memory back", || (recalled_bytes(&cluster)? >= 20 * MIB).then_some(()));
     await_faults(&cluster);
     undo(&cluster, "1");
-    eventually("nothing to leave any more", || (figure(&cluster, "recalled_bytes")? == 0).then_some(()));
+    eventually("nothing to leave any more", || (recalled_bytes(&cluster)? == 0).then_some(()));
     let again = drain(&cluster, &["--undo"]);
     assert!(text(&again.stderr).contains("is not being drained"), "{}", text(&again.stderr));
     end(&cluster, run);
     cluster.assert_all_free();
+}
+
+#[test]
+fn a_forced_drain_names_the_run_that_loses_memory() {
+    // Without a page cache, in which pages outlive the node.
+    let cluster = Cluster::up_with(2, "128M", &["--cache-per-user=0"]);
+    assert_drained(&cluster, "2");
+    let run = start_checker(&cluster, "1", "40M");
+    eventually("pages on the node", || (figure(&cluster, "remote_bytes")? >= 20 * MIB).then_some(()));
+    let asked = drain(&cluster, &["1", "--force"]);
+    assert!(!asked.status.success());
+    assert!(text(&asked.stderr).contains("add --yes"), "{}", text(&asked.stderr));
+    await_faults(&cluster);
+    let forced = drain(&cluster, &["1", "--force", "--yes"]);
+    let printed = text(&forced.stdout);
+    assert!(forced.status.success(), "{printed}{}", text(&forced.stderr));
+    for expected in ["checker", "without a copy on another node", "node 1 has ended"] {
+        assert!(printed.contains(expected), "no \"{expected}\" in: {printed}");
+    }
+    // Until then, evicted pages wait for room.
+    undo(&cluster, "2");
+    let outcome = run.wait();
+    assert!(outcome.stderr.contains("memory node"), "no message: {}", outcome.stderr);
+    assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
 }

@@ -7,8 +7,8 @@ use aquifer_directory::embedded::wire::{
     DirectoryRequest, DirectoryResponse, check_client_hello, check_server_hello, hello,
 };
 use aquifer_directory::names::{
-    AgentRecord, HolderRecord, MemoryHolder, NodeLife, NodeRecord, RequestedMemory, ResizeBlocker, agent_key,
-    decode, encode, host_of_agent_key,
+    AgentRecord, HolderRecord, MemoryHolder, NodeLife, NodeRecord, RecalledRecord, RecalledRun,
+    RequestedMemory, ResizeBlocker, agent_key, decode, encode, host_of_agent_key,
 };
 use aquifer_directory::{
     Compare, DirectoryEntry, DirectoryError, KeyOperation, Lease, LeaseId, Listing, Mutation, Transaction,
@@ -157,6 +157,7 @@ fn parse_record(bytes: &[u8]) -> bool {
         | parse_as::<HolderRecord>(&entry)
         | parse_as::<NodeLife>(&entry)
         | parse_as::<RequestedMemory>(&entry)
+        | parse_as::<RecalledRecord>(&entry)
 }
 
 /// Returns whether the value is such a record. If it is, it must be the same when it is read again.
@@ -195,13 +196,25 @@ fn records() -> Vec<(&'static str, Vec<u8>)> {
     };
     let holder =
         HolderRecord { host: 12, claim_epoch: 16, grace_ms: 1000, remaining_lives: Some(vec![life]) };
-    let requested =
-        RequestedMemory { node: 3, epoch: 17, memory_bytes: 1 << 29, drained_from: Some(1 << 30) };
+    let requested = RequestedMemory {
+        drained_from: Some(1 << 30),
+        is_forced: true,
+        ..RequestedMemory::new(3, 17, 1 << 29)
+    };
+    let run = RecalledRun {
+        node: 3,
+        name: "redis-server".to_owned(),
+        tenant: 1000,
+        bytes: 5 << 20,
+        only_copy_bytes: 2 << 20,
+    };
+    let recalled = RecalledRecord { host: 12, runs: vec![run] };
     vec![
         ("node", line("nodes/3", encode(&node))),
         ("agent", line("agents/12", encode(&agent))),
         ("holder", line("holders/12", encode(&holder))),
         ("life", line("lives/3", encode(&life))),
         ("requested-memory", line("wanted/3", encode(&requested))),
+        ("recalled", line("recalled/12", encode(&recalled))),
     ]
 }

@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::{
-    AgentStatus, FaultWaitUs, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
-    TenantStatistics, UnpagedProcess, UserStatistics,
+    AgentStatus, FaultWaitUs, LatencyUs, NodeStatus, ProgramStatistics, RecalledRunMemory, RunStatistics,
+    SessionStatistics, TenantStatistics, UnpagedProcess, UserStatistics,
 };
 
 fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden, name: &str, value: &T) {
@@ -43,7 +43,7 @@ fn run() -> RunStatistics {
         vacated_slabs: 7,
         repacked_pages: 8,
         moved_bytes: 43,
-        recalled_bytes: 44,
+        recalled: vec![RecalledRunMemory { node: 1, bytes: 44, only_copy_bytes: 43 }],
         unchanged_pages: 9,
         processes: 10,
         programs: vec![program],

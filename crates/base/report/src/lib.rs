@@ -96,9 +96,9 @@ pub struct RunStatistics {
     /// Bytes that were copied to other memory nodes, because their nodes recall memory.
     #[serde(default)]
     pub moved_bytes: u64,
-    /// Bytes of the run that memory nodes recall now.
+    /// Memory of the run that memory nodes recall now.
     #[serde(default)]
-    pub recalled_bytes: u64,
+    pub recalled: Vec<RecalledRunMemory>,
     /// Evicted pages that were not written again, because a memory node still has the same bytes.
     pub unchanged_pages: u64,
     /// Number of the run's processes now.
@@ -231,6 +231,17 @@ pub struct AgentStatus {
     pub sessions: Vec<SessionStatistics>,
     /// The runs.
     pub runs: Vec<RunStatistics>,
+}
+
+/// Memory of a run that a memory node recalls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct RecalledRunMemory {
+    /// Number of the node.
+    pub node: u16,
+    /// Bytes that hold pages.
+    pub bytes: u64,
+    /// The part of them of which no other node has a copy.
+    pub only_copy_bytes: u64,
 }
 
 /// Statistics of a session: a program that uses extents.

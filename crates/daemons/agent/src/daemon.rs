@@ -40,6 +40,7 @@ use crate::host_state::{HostState, new_mempool};
 use crate::listeners::Listeners;
 use crate::memory_governor::MemoryGovernor;
 use crate::metrics;
+use crate::recalled_runs::RecalledRuns;
 use crate::swap_servers::SwapServers;
 use host_services::HostServices;
 use segments::{restorable_segments, start_segments};
@@ -221,6 +222,7 @@ struct Agent {
     connections: Arc<Connections>,
     leak_scanner: LeakScanner,
     recovery: Recovery,
+    recalled_runs: RecalledRuns,
     _metrics: Option<MetricsServer>,
     host: Arc<HostServices>,
     membership: Membership,
@@ -287,6 +289,8 @@ impl Agent {
         let governor =
             MemoryGovernor::start(&paging, options.keep_free_bytes).map_err(AgentError::Threads)?;
         let swap_servers = Arc::new(SwapServers::default());
+        let recalled_runs =
+            RecalledRuns::start(&membership, &paging, &swap_servers).map_err(AgentError::Threads)?;
         let services = Services { paging, sessions, segments, swap_servers };
         let serve_metrics = |listener: MetricsListener| {
             metrics::serve(listener, &services, &nodes, membership.lease_events(), &governor)
@@ -315,7 +319,7 @@ impl Agent {
         if let Some(shared) = shared_listener {
             host.listeners.add(ListenerKind::Shared, shared);
         }
-        Ok(Self { connections, leak_scanner, recovery, _metrics: metrics, host, membership })
+        Ok(Self { connections, leak_scanner, recovery, recalled_runs, _metrics: metrics, host, membership })
     }
 
     /// Serves users until `stop`, or, with `when_unused`, until no program is served.
@@ -367,7 +371,7 @@ impl Agent {
             let _ = std::fs::remove_file(path);
         }
         self.host.keeper.release(HeldKind::Host, 0);
-        drop((self.recovery, self.leak_scanner));
+        drop((self.recovery, self.leak_scanner, self.recalled_runs));
         self.membership.leave();
     }
 }

@@ -19,6 +19,7 @@ mod listeners;
 mod memory_governor;
 mod metrics;
 mod node_watch;
+mod recalled_runs;
 mod report;
 pub mod shadow;
 mod swap_servers;

@@ -96,7 +96,9 @@ const RUN_BYTES: [Metric<RunStatistics>; 8] = [
     ("cached", "Pages of the run in the page cache of the host.", |run| run.cached_bytes),
     ("mempool_blocks", "Blocks of the mempool that the run uses.", |run| run.mempool_bytes),
     ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
-    ("recalled", "Memory of the run that memory nodes recall.", |run| run.recalled_bytes),
+    ("recalled", "Memory of the run that memory nodes recall.", |run| {
+        run.recalled.iter().map(|recalled| recalled.bytes).sum()
+    }),
 ];
 
 /// The reasons for which faults wait, each with its label in the metrics.

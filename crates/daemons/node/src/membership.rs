@@ -39,6 +39,8 @@ pub(crate) enum WatchEnd {
     Requested,
     /// The node was asked to end when no host uses its memory, and no host does.
     Unused,
+    /// The node was drained by force: it ends although hosts use its memory.
+    Forced,
 }
 
 /// A node's membership.
@@ -62,6 +64,8 @@ pub(crate) struct NodeMembership {
     without_hosts_since: Option<Instant>,
     /// The time at which [`NodeRecord::recalled_bytes`] was last updated.
     recalled_updated_at: Option<Instant>,
+    /// Whether the node was drained by force.
+    is_forced: bool,
 }
 
 /// A node that has a lease and has fenced hosts, but has no record yet.
@@ -139,6 +143,7 @@ impl JoiningNode {
             counters,
             invalid_records,
             without_hosts_since: None,
+            is_forced: false,
             recalled_updated_at: None,
         };
         match membership.put_record(target) {
@@ -253,12 +258,16 @@ impl NodeMembership {
 
     /// Applies a request to lend more or less.
     fn apply_request(&mut self, entry: &DirectoryEntry) {
-        match requested_bytes(entry, &self.record) {
-            Ok(Some(bytes)) if self.lending.requested_bytes() != bytes => {
-                tracing::info!(node = self.record.id, bytes, "memory requested");
-                self.lending.request(bytes);
+        match own_request(entry, &self.record) {
+            Ok(Some(request)) => {
+                self.is_forced |= request.is_forced;
+                let bytes = request.memory_bytes;
+                if self.lending.requested_bytes() != bytes {
+                    tracing::info!(node = self.record.id, bytes, "memory requested");
+                    self.lending.request(bytes);
+                }
             }
-            Ok(_) => {}
+            Ok(None) => {}
             Err(error) => {
                 if let Some(failures) = self.invalid_records.record(Instant::now()) {
                     tracing::warn!(
@@ -363,6 +372,9 @@ impl NodeMembership {
                     self.apply_request(&DirectoryEntry { key, value, version, lease });
                 }
             }
+            if self.is_forced {
+                return Ok(WatchEnd::Forced);
+            }
             self.update_record(target)?;
             let is_due = checked_at.is_none_or(|at: Instant| at.elapsed() >= UNUSED_CHECK_INTERVAL);
             if shutdown.is_requested_when_unused() && is_due {
@@ -444,12 +456,16 @@ fn set_fence(target: &dyn Target, fence: Fence, counters: &NodeCounters) {
     NodeCounters::increment(&counters.fences);
 }
 
-/// The memory that is requested of the node with this record; `None` if the request is for another
-/// node or another life.
-fn requested_bytes(entry: &DirectoryEntry, record: &NodeRecord) -> Result<Option<u64>, DirectoryError> {
+/// The request in an entry, if it is for this life of the node. It asks for no more than the node
+/// can lend.
+fn own_request(
+    entry: &DirectoryEntry,
+    record: &NodeRecord,
+) -> Result<Option<RequestedMemory>, DirectoryError> {
     let request = names::decode::<RequestedMemory>(entry)?;
     let is_own = (request.node, request.epoch) == (record.id, record.epoch);
-    Ok(is_own.then(|| request.memory_bytes.min(record.memory_bytes_max)))
+    let memory_bytes = request.memory_bytes.min(record.memory_bytes_max);
+    Ok(is_own.then_some(RequestedMemory { memory_bytes, ..request }))
 }
 
 /// The host and the epoch in a host's record; `None` if it is unreadable.
@@ -534,14 +550,14 @@ mod tests {
     fn a_request_is_for_one_life_of_one_node() {
         let record = node_record();
         let of = |value: Vec<u8>| {
-            requested_bytes(
+            own_request(
                 &DirectoryEntry { key: names::requested_memory_key(3), value, version: 1, lease: None },
                 &record,
             )
+            .map(|request| request.map(|request| request.memory_bytes))
         };
         let asked = |node, epoch, memory_bytes| {
-            of(names::encode(&RequestedMemory { node, epoch, memory_bytes, drained_from: None }))
-                .expect("it can be read")
+            of(names::encode(&RequestedMemory::new(node, epoch, memory_bytes))).expect("it can be read")
         };
         assert_eq!(asked(3, 7, 20), Some(20));
         assert_eq!(asked(3, 7, 0), Some(0));

@@ -76,6 +76,8 @@ impl Collector for NodeCollector {
         let requested = self.lending.requested_bytes();
         gauges(encoder, bytes("memory_wanted", "Memory that is requested of the node."), one(requested))?;
         gauges(encoder, bytes("free", "Lent memory that is free."), one(self.node_memory.free_bytes()))?;
+        let (recalled, _) = self.lending.recalled();
+        gauges(encoder, bytes("recalled", "Memory in use that the node recalls."), one(recalled))?;
         let for_heaps = self.counters.held_bytes.load(Relaxed);
         gauges(encoder, bytes("heaps", "Lent memory that heaps on this machine may take."), one(for_heaps))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);

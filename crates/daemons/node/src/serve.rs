@@ -188,6 +188,10 @@ pub fn serve(
     let mut node = RunningNode::start(options)?;
     ready(node.membership.record());
     let end = node.follow_directory(options, shutdown);
+    if end == WatchEnd::Forced {
+        let bytes = node.lending.recalled().0;
+        tracing::warn!(node = options.id, bytes, "drained by force; memory in use is lost");
+    }
     let may_drain = end == WatchEnd::Requested && !is_pinned(options);
     if let Some(time) = options.drain_on_stop.filter(|_| may_drain && node.membership.has_hosts()) {
         node.drain(options, shutdown, time);

@@ -17,8 +17,8 @@ use crate::embedded::EmbeddedDirectory;
 use crate::model::DirectoryEntry;
 use crate::names::{
     self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, LifeRecord, MemoryHolder,
-    NODES, NodeLife, NodeRecord, REQUESTED_MEMORY, RecoveredHosts, RequestedMemory, ResizeBlocker,
-    SEGMENT_HOSTS, SEGMENT_PROCESSES, SEGMENTS,
+    NODES, NodeLife, NodeRecord, RECALLED, REQUESTED_MEMORY, RecalledRecord, RecalledRun, RecoveredHosts,
+    RequestedMemory, ResizeBlocker, SEGMENT_HOSTS, SEGMENT_PROCESSES, SEGMENTS,
 };
 use crate::{Directory, KeyOperation, Transaction};
 
@@ -53,12 +53,24 @@ fn golden_keys_and_records() {
     let mut golden = golden!("records");
     golden.text(
         "prefixes",
-        &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES, HEAPS, SEGMENT_HOSTS, SEGMENT_PROCESSES, SEGMENTS]
-            .join(" "),
+        &[
+            NODES,
+            REQUESTED_MEMORY,
+            RECALLED,
+            AGENTS,
+            HOLDERS,
+            LIVES,
+            HEAPS,
+            SEGMENT_HOSTS,
+            SEGMENT_PROCESSES,
+            SEGMENTS,
+        ]
+        .join(" "),
     );
     let keys = [
         names::node_key(1),
         names::requested_memory_key(2),
+        names::recalled_key(2),
         names::agent_key(3),
         names::holder_key(4),
         names::life_key(5),
@@ -76,9 +88,12 @@ fn golden_keys_and_records() {
     for blocker in blockers {
         add(&mut golden, "node", &node(blocker));
     }
-    add(&mut golden, "wanted", &RequestedMemory { node: 1, epoch: 2, memory_bytes: 3, drained_from: None });
-    let drained = RequestedMemory { node: 1, epoch: 2, memory_bytes: 0, drained_from: Some(3) };
+    add(&mut golden, "wanted", &RequestedMemory::new(1, 2, 3));
+    let drained = RequestedMemory { drained_from: Some(3), ..RequestedMemory::new(1, 2, 0) };
     add(&mut golden, "wanted, drained", &drained);
+    add(&mut golden, "wanted, forced", &RequestedMemory { is_forced: true, ..drained });
+    let run = RecalledRun { node: 1, name: "a".into(), tenant: 2, bytes: 3, only_copy_bytes: 4 };
+    add(&mut golden, "recalled", &RecalledRecord { host: 1, runs: vec![run] });
     let heaps =
         HeapsRecord { node: 1, address: "a".into(), device: None, memory_bytes: 2, kept_ms: 3, epoch: 4 };
     add(&mut golden, "heaps", &heaps);

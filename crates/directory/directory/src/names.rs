@@ -3,6 +3,7 @@
 //! A record is JSON, so that people can read it.
 //! `docs/formats/directory.md` lists keys and fields; the names of fields in JSON are public.
 
+mod recalled;
 mod recoveries;
 
 use serde::de::DeserializeOwned;
@@ -11,6 +12,9 @@ use serde::{Deserialize, Serialize};
 use crate::model::{Compare, DirectoryEntry, KeyOperation, Lease, Transaction, TransactionOutcome};
 use crate::mutation::Mutation;
 use crate::{Directory, DirectoryError};
+pub use recalled::{
+    RECALLED, RECALLED_RUNS_MAX, RecalledRecord, RecalledRun, recalled_key, recalled_records,
+};
 pub use recoveries::{RecoveredHosts, claim_dead_host, dead_hosts, finish_recovery, recovered_hosts};
 
 /// Prefix of the keys of live memory nodes.
@@ -213,6 +217,17 @@ pub struct RequestedMemory {
     /// The memory that was requested before, if the node is being drained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drained_from: Option<u64>,
+    /// Whether the node ends at once, and what is still in use is lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_forced: bool,
+}
+
+impl RequestedMemory {
+    /// Creates a request to a life of a node, which is not a drain.
+    #[must_use]
+    pub const fn new(node: u16, epoch: u64, memory_bytes: u64) -> Self {
+        Self { node, epoch, memory_bytes, drained_from: None, is_forced: false }
+    }
 }
 
 /// A life: one lifetime of a node's memory.

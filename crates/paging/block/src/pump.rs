@@ -111,7 +111,7 @@ impl Pump {
         self.volume.counters.remote_write_trips.store(stats.writes, Relaxed);
         self.volume.counters.vacated_slabs.store(stats.vacated_slabs, Relaxed);
         self.volume.counters.moved_bytes.store(stats.moved_bytes, Relaxed);
-        self.volume.counters.recalled_bytes.store(stats.recalled_bytes, Relaxed);
+        self.volume.set_recalled(self.sender.recalled());
         has_moved || stats != before
     }
 

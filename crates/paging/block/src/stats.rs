@@ -19,7 +19,6 @@ pub(crate) struct Counters {
     pub(crate) repacked_pages: AtomicU64,
     pub(crate) vacated_slabs: AtomicU64,
     pub(crate) moved_bytes: AtomicU64,
-    pub(crate) recalled_bytes: AtomicU64,
 }
 
 impl Counters {
@@ -59,8 +58,6 @@ pub struct VolumeStats {
     pub vacated_slabs: u64,
     /// Bytes that were copied to other memory nodes, because their nodes recall memory.
     pub moved_bytes: u64,
-    /// Bytes that memory nodes recall.
-    pub recalled_bytes: u64,
     /// Bytes of the mempool in use.
     pub mempool_bytes: u64,
     /// Bytes in use on memory nodes.
@@ -90,7 +87,6 @@ impl Counters {
             repacked_pages: load(&self.repacked_pages),
             vacated_slabs: load(&self.vacated_slabs),
             moved_bytes: load(&self.moved_bytes),
-            recalled_bytes: load(&self.recalled_bytes),
             ..VolumeStats::default()
         }
     }

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use aquifer_latency::LatencyHistogram;
 use aquifer_pager::{
     BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation,
-    PAGE_BYTES, PageNumber, PageState, SealedBlock, SlabSet, TableError, Volume, WrittenBatch, is_zero,
+    PAGE_BYTES, PageNumber, PageState, RecalledBytes, SealedBlock, SlabSet, TableError, Volume, WrittenBatch,
+    is_zero,
 };
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
@@ -45,6 +46,8 @@ pub struct BlockVolume {
     /// Eventfd that wakes the pump.
     wake_event: OwnedFd,
     pub(crate) counters: Counters,
+    /// The volume's memory that nodes recall.
+    recalled: Mutex<Vec<RecalledBytes>>,
     latencies: Mutex<Vec<Arc<LatencyHistogram>>>,
     messages: Mutex<Vec<String>>,
     /// The reason of the last refusal of a write that found no room.
@@ -128,6 +131,7 @@ impl BlockVolume {
             changed: Condvar::new(),
             wake_event,
             counters: Counters::default(),
+            recalled: Mutex::default(),
             latencies: Mutex::default(),
             messages: Mutex::default(),
             last_refusal: Mutex::default(),
@@ -421,6 +425,20 @@ impl BlockVolume {
     #[must_use]
     pub fn remote_bytes(&self) -> u64 {
         self.slabs.bytes().0
+    }
+
+    /// The volume's memory that nodes recall.
+    #[must_use]
+    pub fn recalled(&self) -> Vec<RecalledBytes> {
+        self.recalled.lock().clone()
+    }
+
+    /// Sets the volume's memory that nodes recall.
+    pub(crate) fn set_recalled(&self, recalled: &[RecalledBytes]) {
+        let mut present = self.recalled.lock();
+        if *present != recalled {
+            recalled.clone_into(&mut present);
+        }
     }
 
     /// The present statistics.

@@ -59,7 +59,7 @@ pub use node_joiner::{NodeJoiner, NodeUser};
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use page_cache::{CacheIndex, PinnedSlot};
 pub use ports::Connector;
-pub use sender::{Sender, SenderStats, WrittenBatch};
+pub use sender::{RecalledBytes, Sender, SenderStats, WrittenBatch};
 pub use slabs::{REPLICAS_MAX, SlabId, SlabReplicas, SlabSet, page_of};
 pub use table::{PAGES_MAX, TABLE_BYTES_MAX, TableError};
 pub use volume::{Batch, RecoveredVolume, SealedBlock, StageOutcome, Volume, finish_move};

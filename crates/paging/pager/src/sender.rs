@@ -21,6 +21,8 @@ mod migrate;
 mod repack;
 mod suspend;
 
+pub use migrate::RecalledBytes;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
@@ -141,6 +143,8 @@ pub struct Sender {
     digests: Digests,
     is_pool_short: Arc<AtomicBool>,
     move_rate: Arc<MoveRate>,
+    /// The run's memory that nodes recall.
+    recalled: Vec<RecalledBytes>,
     /// Bytes of the pool that the run had when the pool's free memory was last checked.
     bytes_at_check: u64,
     stats: SenderStats,
@@ -185,6 +189,7 @@ impl Sender {
             digests: Digests::default(),
             is_pool_short: Arc::clone(mempool.pool_short_flag()),
             move_rate: Arc::default(),
+            recalled: Vec::new(),
             bytes_at_check: 0,
             stats: SenderStats::default(),
         };

@@ -1,27 +1,31 @@
 //! `aquifer drain`: empties a node, so that it can be stopped.
 
+mod holders;
+mod progress;
+
 use std::error::Error;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::Directory;
-use aquifer_directory::names::{self, MemoryHolder, NodeRecord, RequestedMemory, ResizeBlocker};
+use aquifer_directory::names::{self, NodeRecord, RequestedMemory};
 use aquifer_ipc::size::ByteSize;
-use indicatif::{ProgressBar, ProgressStyle};
 
-use super::lend::{OBSTACLE_TIMEOUT, choose, location};
-use super::status::name_of;
+use super::lend::{choose, location};
 use crate::Outcome;
 use crate::cli::DrainArguments;
-use crate::say::{say_error, say_line};
+use crate::say::say_line;
 use crate::state::StateDir;
+use holders::show_holders;
+use progress::{DrainProgress, DrainState};
 
 /// Interval at which the node's record is read.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Time without progress after which the command says what may prevent it.
-const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time within which a running node whose lease has expired gets a new one.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout of the end of a node that was drained by force.
+const END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Empties a node and waits until nothing is left on it, or undoes that.
 pub fn drain(state: &StateDir, arguments: &DrainArguments) -> Outcome {
@@ -34,14 +38,21 @@ pub fn drain(state: &StateDir, arguments: &DrainArguments) -> Outcome {
     let before = request.map(|request| request.drained_from.unwrap_or(request.memory_bytes));
     let before = before.unwrap_or(node.requested_memory_bytes);
     let request =
-        RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes: 0, drained_from: Some(before) };
+        RequestedMemory { drained_from: Some(before), ..RequestedMemory::new(node.id, node.epoch, 0) };
     directory.put(&names::requested_memory_key(node.id), &names::encode(&request), None)?;
     if arguments.no_wait {
         say_line!("node {} is being drained; `aquifer status` shows what is left", node.id);
         return Ok(ExitCode::SUCCESS);
     }
-    wait(&*directory, &node)?;
-    say_line!("node {0} is empty. Stop it, or let it lend again: aquifer drain {0} --undo", node.id);
+    match wait(&*directory, &node, arguments.force)? {
+        WaitEnd::Empty => {
+            say_line!("node {0} is empty. Stop it, or let it lend again: aquifer drain {0} --undo", node.id);
+        }
+        WaitEnd::Unmovable => {
+            force(&*directory, &node, request, arguments.yes)?;
+            say_line!("node {} has ended, and what was left on it is lost", node.id);
+        }
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -67,35 +78,56 @@ fn undo(directory: &dyn Directory, node: &NodeRecord, request: Option<RequestedM
         );
         return Err(why.into());
     }
-    let request = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes, drained_from: None };
+    let request = RequestedMemory::new(node.id, node.epoch, memory_bytes);
     directory.put(&names::requested_memory_key(node.id), &names::encode(&request), None)?;
     say_line!("node {} is to lend {} again", node.id, ByteSize(memory_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits until a node lends nothing, with a progress bar.
-fn wait(directory: &dyn Directory, node: &NodeRecord) -> Result<(), Box<dyn Error>> {
-    let bar = ProgressBar::new(0);
-    let template = "{elapsed} {wide_bar} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
-    let bar = match ProgressStyle::with_template(template) {
-        Ok(style) => bar.with_style(style),
-        Err(_) => bar,
-    };
-    let mut progress = DrainProgress::default();
+/// How the wait for a drain ended.
+enum WaitEnd {
+    Empty,
+    /// The rest does not move, or the node cannot be emptied.
+    Unmovable,
+}
+
+/// Waits until a node lends nothing, with a progress bar. With `is_forced`, ends when the rest does
+/// not move.
+fn wait(directory: &dyn Directory, node: &NodeRecord, is_forced: bool) -> Result<WaitEnd, Box<dyn Error>> {
+    let mut progress = DrainProgress::new();
+    let end = follow(directory, node, is_forced, &mut progress);
+    progress.end();
+    end
+}
+
+fn follow(
+    directory: &dyn Directory,
+    node: &NodeRecord,
+    is_forced: bool,
+    progress: &mut DrainProgress,
+) -> Result<WaitEnd, Box<dyn Error>> {
     let mut missing_since = None;
+    let mut has_said_why = false;
     loop {
-        let record = directory.get(&names::node_key(node.id))?;
-        let record: Option<NodeRecord> = record.as_ref().map(names::decode).transpose()?;
-        match record.filter(|record| record.epoch == node.epoch) {
+        let nodes = names::nodes(directory)?;
+        let is_alone = nodes.iter().all(|other| other.id == node.id || other.memory_bytes == 0);
+        match nodes.into_iter().find(|record| record.id == node.id && record.epoch == node.epoch) {
             Some(record) if record.memory_bytes == 0 && record.requested_memory_bytes == 0 => {
-                bar.finish_and_clear();
-                return Ok(());
+                return Ok(WaitEnd::Empty);
             }
             Some(record) => {
                 missing_since = None;
-                if let Err(why) = progress.update(&record, &bar) {
-                    bar.finish_and_clear();
-                    return Err(why.into());
+                match progress.update(&record, is_alone) {
+                    DrainState::Continues => has_said_why = false,
+                    DrainState::Stalled | DrainState::Blocked(_) if is_forced => {
+                        return Ok(WaitEnd::Unmovable);
+                    }
+                    DrainState::Stalled if has_said_why => {}
+                    DrainState::Stalled => {
+                        has_said_why = true;
+                        say_stalled(directory, &record, progress)?;
+                    }
+                    DrainState::Blocked(why) => return Err(why.into()),
                 }
             }
             // Its lease may have expired although it runs.
@@ -107,78 +139,75 @@ fn wait(directory: &dyn Directory, node: &NodeRecord) -> Result<(), Box<dyn Erro
             }
         }
         if read_request(directory, node)?.is_none_or(|request| request.drained_from.is_none()) {
-            bar.finish_and_clear();
             return Err(format!("the drain of node {} was undone by another process", node.id).into());
         }
         std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// The progress of a drain.
-#[derive(Default)]
-struct DrainProgress {
-    /// The most memory that the node has recalled.
-    total: u64,
-    /// The rest of it, and the time since when.
-    left: Option<(u64, Instant)>,
-    is_stalled: bool,
-    /// The reason why the node does not lend less, other than memory in use, and the time since
-    /// when.
-    blocker: Option<(ResizeBlocker, Instant)>,
+/// The record of this life of a node; `None` if there is none at present.
+fn read_record(directory: &dyn Directory, node: &NodeRecord) -> Result<Option<NodeRecord>, Box<dyn Error>> {
+    let record = directory.get(&names::node_key(node.id))?;
+    let record: Option<NodeRecord> = record.as_ref().map(names::decode).transpose()?;
+    Ok(record.filter(|record| record.epoch == node.epoch))
 }
 
-impl DrainProgress {
-    /// Shows the progress.
-    ///
-    /// # Errors
-    /// The reason why the node cannot be emptied, if that lasts.
-    fn update(&mut self, record: &NodeRecord, bar: &ProgressBar) -> Result<(), String> {
-        let left = record.recalled_bytes;
-        if left > self.total {
-            self.total = left;
-            bar.set_length(left);
-        }
-        bar.set_position(self.total - left);
-        let blocker = record.resize_blocker.filter(|blocker| *blocker != ResizeBlocker::InUse);
-        if blocker != self.blocker.map(|(before, _)| before) {
-            self.blocker = blocker.map(|blocker| (blocker, Instant::now()));
-        }
-        if let Some((blocker, since)) = self.blocker
-            && since.elapsed() >= OBSTACLE_TIMEOUT
-        {
-            return Err(format!("node {} lends {}: {blocker}", record.id, ByteSize(record.memory_bytes)));
-        }
-        match self.left {
-            Some((before, since)) if before == left => {
-                if left > 0 && !self.is_stalled && since.elapsed() >= STALL_TIMEOUT {
-                    self.is_stalled = true;
-                    say_stalled(record, bar);
-                }
-            }
-            _ => (self.left, self.is_stalled) = (Some((left, Instant::now())), false),
-        }
-        Ok(())
+/// Says what does not move, and why it may not.
+fn say_stalled(
+    directory: &dyn Directory,
+    record: &NodeRecord,
+    progress: &DrainProgress,
+) -> Result<(), Box<dyn Error>> {
+    progress.say(&format!("{} of node {} do not move:", ByteSize(record.recalled_bytes), record.id));
+    for line in show_holders(directory, record)? {
+        progress.say(&format!("  {line}"));
     }
-}
-
-/// Says why nothing may move.
-fn say_stalled(record: &NodeRecord, bar: &ProgressBar) {
-    let what = format!(
-        "{} of node {} do not move: {}. The other nodes have no room, there are too few for the replicas, \
-         or it is memory of sessions, heaps or caches, which is freed when their programs end",
-        ByteSize(record.recalled_bytes),
-        record.id,
-        show_holders(&record.recalled_from)
+    progress.say(
+        "The other nodes have no room, there are too few for the replicas, or it is memory of sessions, \
+         heaps or caches, which is freed when their programs end. `aquifer drain --force` gives it up.",
     );
-    // The bar is hidden if standard error is not a terminal.
-    if bar.is_hidden() { say_error!("{what}") } else { bar.println(what) }
+    Ok(())
 }
 
-/// The users that have memory, as text: `64 MiB of anne, 2 MiB of heaps`.
-fn show_holders(holders: &[MemoryHolder]) -> String {
-    let show = |holder: &MemoryHolder| {
-        let name = holder.tenant.map_or_else(|| "heaps".to_owned(), name_of);
-        format!("{} of {name}", ByteSize(holder.bytes))
-    };
-    holders.iter().map(show).collect::<Vec<_>>().join(", ")
+/// Names the programs that lose memory, asks whether they may, and ends the node.
+fn force(
+    directory: &dyn Directory,
+    node: &NodeRecord,
+    request: RequestedMemory,
+    is_confirmed: bool,
+) -> Result<(), Box<dyn Error>> {
+    let record = read_record(directory, node)?.unwrap_or_else(|| node.clone());
+    say_line!("{} of node {} do not move:", ByteSize(record.recalled_bytes), node.id);
+    for line in show_holders(directory, &record)? {
+        say_line!("  {line}");
+    }
+    say_line!("If the node ends, a program ends when it needs a page without a copy on another node.");
+    if !is_confirmed && !confirm(&format!("End node {}?", node.id))? {
+        return Err(
+            format!("node {0} continues: let it lend again by `aquifer drain {0} --undo`", node.id).into()
+        );
+    }
+    let request = RequestedMemory { is_forced: true, ..request };
+    directory.put(&names::requested_memory_key(node.id), &names::encode(&request), None)?;
+    let since = Instant::now();
+    while read_record(directory, node)?.is_some() {
+        if since.elapsed() >= END_TIMEOUT {
+            return Err(format!("node {} has not ended: see its log", node.id).into());
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+    Ok(())
+}
+
+/// Asks a question on the terminal. Returns true for yes.
+fn confirm(question: &str) -> Result<bool, Box<dyn Error>> {
+    let stdin = std::io::stdin();
+    if !stdin.is_terminal() {
+        return Err("standard input is no terminal to ask on: add --yes".into());
+    }
+    // Without standard error no one sees the question, and no answer comes.
+    write!(std::io::stderr(), "{question} [y/N] ")?;
+    let mut answer = String::new();
+    stdin.read_line(&mut answer)?;
+    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }

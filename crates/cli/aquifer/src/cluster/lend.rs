@@ -46,7 +46,7 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
         );
         return Err(why.into());
     }
-    let request = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes, drained_from: None };
+    let request = RequestedMemory::new(node.id, node.epoch, memory_bytes);
     directory.put(&names::requested_memory_key(node.id), &names::encode(&request), None)?;
     if arguments.no_wait {
         say_line!(

@@ -21,7 +21,7 @@ fn start(harness: &NodeHarness) -> ServingNode {
 }
 
 fn request(harness: &NodeHarness, node: &ServingNode, memory_bytes: u64) {
-    let request = RequestedMemory { node: 1, epoch: node.record.epoch, memory_bytes, drained_from: None };
+    let request = RequestedMemory::new(1, node.record.epoch, memory_bytes);
     harness.directory().put(&names::requested_memory_key(1), &names::encode(&request), None).expect("room");
 }
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use aquifer_channel::peer::peer_credentials;
 use aquifer_host::cluster_access::SwapReport;
-use aquifer_pager::PAGE_BYTES;
-use aquifer_report::{LatencyUs, ProgramStatistics, RunStatistics};
+use aquifer_pager::{PAGE_BYTES, RecalledBytes};
+use aquifer_report::{LatencyUs, ProgramStatistics, RecalledRunMemory, RunStatistics};
 
 use super::DeviceServer;
 
@@ -78,7 +78,7 @@ impl DeviceServer {
             vacated_slabs: stats.vacated_slabs,
             repacked_pages: stats.repacked_pages,
             moved_bytes: stats.moved_bytes,
-            recalled_bytes: stats.recalled_bytes,
+            recalled: self.volume.recalled().into_iter().map(show_recalled).collect(),
             swap_bytes: Some(self.volume.bytes()),
             faults: usage.major_faults,
             zero_pages: stats.zero_pages,
@@ -100,6 +100,11 @@ impl DeviceServer {
             ..RunStatistics::default()
         }
     }
+}
+
+fn show_recalled(recalled: RecalledBytes) -> RecalledRunMemory {
+    let RecalledBytes { node, bytes, only_copy_bytes } = recalled;
+    RecalledRunMemory { node: node.0, bytes, only_copy_bytes }
 }
 
 /// The kernel's statistics of a process; `None` if it has ended.

@@ -12,8 +12,8 @@ use aquifer_channel::kill::kill_all_as;
 use aquifer_channel::peer::{peer_credentials, peer_pidfd};
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_latency::LatencyHistogram;
-use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
-use aquifer_report::{FaultWaitUs, LatencyUs, RunStatistics, UnpagedProcess};
+use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, RecalledBytes, SlabSet};
+use aquifer_report::{FaultWaitUs, LatencyUs, RecalledRunMemory, RunStatistics, UnpagedProcess};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -225,6 +225,16 @@ impl Run {
     }
 
     /// Returns the reason why pages of the run find no room now; `None` if they do.
+    /// The run's memory that nodes recall.
+    #[must_use]
+    pub fn recalled(&self) -> Vec<RecalledRunMemory> {
+        let show = |recalled: RecalledBytes| {
+            let RecalledBytes { node, bytes, only_copy_bytes } = recalled;
+            RecalledRunMemory { node: node.0, bytes, only_copy_bytes }
+        };
+        self.sender.recalled().into_iter().map(show).collect()
+    }
+
     fn short_of_room(&self) -> Option<String> {
         let of_mempool = || self.waits_in_mempool.load(Relaxed).then(|| NO_BLOCK.to_owned());
         self.sender.room_shortage().map(|(_, reason)| reason).or_else(of_mempool)
@@ -233,6 +243,12 @@ impl Run {
     /// Sets the processes of the run that are not paged now.
     pub(crate) fn set_unpaged(&self, unpaged: Vec<UnpagedProcess>) {
         *self.unpaged.lock() = unpaged;
+    }
+
+    /// Name of the run's program.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// The user that the run belongs to.
@@ -448,7 +464,7 @@ impl Run {
             vacated_slabs: sent.vacated_slabs,
             repacked_pages: load(&total.repacked),
             moved_bytes: sent.moved_bytes,
-            recalled_bytes: sent.recalled_bytes,
+            recalled: self.recalled(),
             unchanged_pages: sent.unchanged_pages,
             processes: programs.len(),
             shared_bytes: programs.iter().map(|program| program.shared_bytes).sum(),

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::BATCH_PAGES_MAX;
-use aquifer_pager::{BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet};
+use aquifer_pager::{
+    BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, RecalledBytes, Sender, SenderStats, SlabSet,
+};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -99,7 +101,7 @@ struct SenderShared {
     repaired_pages: AtomicU64,
     vacated_slabs: AtomicU64,
     moved_bytes: AtomicU64,
-    recalled_bytes: AtomicU64,
+    recalled: Mutex<Vec<RecalledBytes>>,
     /// Number of shortages of room in the pool so far.
     shortages: AtomicU64,
     is_short_of_room: AtomicBool,
@@ -185,6 +187,11 @@ impl SenderThread {
         Some((self.shared.shortages.load(Relaxed), text))
     }
 
+    /// The run's memory that nodes recall.
+    pub(crate) fn recalled(&self) -> Vec<RecalledBytes> {
+        self.shared.recalled.lock().clone()
+    }
+
     pub(crate) fn stats(&self) -> SenderStats {
         SenderStats {
             writes: self.shared.writes.load(Relaxed),
@@ -196,7 +203,6 @@ impl SenderThread {
             repaired_pages: self.shared.repaired_pages.load(Relaxed),
             vacated_slabs: self.shared.vacated_slabs.load(Relaxed),
             moved_bytes: self.shared.moved_bytes.load(Relaxed),
-            recalled_bytes: self.shared.recalled_bytes.load(Relaxed),
             ..SenderStats::default()
         }
     }
@@ -217,7 +223,7 @@ impl SenderShared {
             repaired_pages: AtomicU64::new(0),
             vacated_slabs: AtomicU64::new(0),
             moved_bytes: AtomicU64::new(0),
-            recalled_bytes: AtomicU64::new(0),
+            recalled: Mutex::default(),
             shortages: AtomicU64::new(0),
             is_short_of_room: AtomicBool::new(false),
             shortage_reason: Mutex::default(),
@@ -361,6 +367,9 @@ impl SenderTurns {
         self.shared.repaired_pages.store(stats.repaired_pages, Relaxed);
         self.shared.vacated_slabs.store(stats.vacated_slabs, Relaxed);
         self.shared.moved_bytes.store(stats.moved_bytes, Relaxed);
-        self.shared.recalled_bytes.store(stats.recalled_bytes, Relaxed);
+        let (recalled, mut published) = (self.send_loop.sender.recalled(), self.shared.recalled.lock());
+        if *published != recalled {
+            recalled.clone_into(&mut published);
+        }
     }
 }

@@ -88,7 +88,7 @@ mod tests {
             vacated_slabs: 0,
             repacked_pages: 0,
             moved_bytes: 0,
-            recalled_bytes: 0,
+            recalled: Vec::new(),
             unchanged_pages: 0,
             processes: 2,
             programs: Vec::new(),

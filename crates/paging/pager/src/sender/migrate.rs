@@ -9,14 +9,28 @@
 //! A record has no place for a fourth replica. Of a slab with three, the old one is freed when the
 //! extent of the new one is allocated.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
+
+use aquifer_pool::NodeId;
 
 use super::Sender;
 use super::heal::{CopyKind, CopyStep, CopyTask};
 use crate::filler::{RecordedReplica, free_recorded};
 use crate::move_rate::MoveRate;
 use crate::mutation::Mutation;
-use crate::slabs::{REPLICAS_MAX, SlabId};
+use crate::slabs::REPLICAS_MAX;
+
+/// Memory of a run that a node recalls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RecalledBytes {
+    /// The node.
+    pub node: NodeId,
+    /// Bytes of replicas that hold pages.
+    pub bytes: u64,
+    /// The part of them that is the only replica of its slab.
+    pub only_copy_bytes: u64,
+}
 
 impl Sender {
     /// Sets the rate of moves, which all senders of a host share.
@@ -32,10 +46,29 @@ impl Sender {
         }
         self.filler.set_recalled(&mut self.pool, recalled);
         let slabs = self.filler.recalled_slabs();
-        let bytes =
-            |slab: &SlabId| self.filler.recalled_replica(*slab).map_or(0, |(_, old)| old.class.bytes());
-        self.stats.recalled_bytes = slabs.iter().map(bytes).sum();
+        let mut by_node: BTreeMap<NodeId, RecalledBytes> = BTreeMap::new();
+        for (slab, old) in
+            slabs.iter().filter_map(|slab| Some((*slab, self.filler.recalled_replica(*slab)?.1)))
+        {
+            let found = by_node.entry(old.node).or_insert(RecalledBytes {
+                node: old.node,
+                bytes: 0,
+                only_copy_bytes: 0,
+            });
+            found.bytes += old.class.bytes();
+            if self.slabs.replicas(slab).iter().all(|replica| replica == old) {
+                found.only_copy_bytes += old.class.bytes();
+            }
+        }
+        self.recalled = by_node.into_values().collect();
+        self.stats.recalled_bytes = self.recalled.iter().map(|recalled| recalled.bytes).sum();
         self.healer.set_recalled(slabs);
+    }
+
+    /// The run's memory that nodes recall, by node.
+    #[must_use]
+    pub fn recalled(&self) -> &[RecalledBytes] {
+        &self.recalled
     }
 
     /// The task to move the next slab off memory that its node recalls; `None` if there is none
