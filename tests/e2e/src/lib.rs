@@ -27,6 +27,7 @@ pub mod checked;
 pub mod cluster;
 pub mod compare;
 pub mod network;
+pub mod only_run;
 pub mod postgres;
 pub mod processes;
 pub mod redis;

@@ -3,7 +3,8 @@
 use std::process::Output;
 
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::only_run::{await_faults, end_checker, figure, figures};
+use aquifer_tests_e2e::run::{Running, mempool_share};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -46,28 +47,9 @@ fn start_checker(cluster: &Cluster, replicas: &str, bytes: &str) -> Running {
 
 /// Memory of the only run that nodes recall.
 fn recalled_bytes(cluster: &Cluster) -> Option<u64> {
-    let status = status(cluster.agent_socket())?;
-    let recalled = status["runs"].as_array()?.first()?["recalled"].as_array()?;
+    let run = figures(cluster)?;
+    let recalled = run["recalled"].as_array()?;
     Some(recalled.iter().filter_map(|recalled| recalled["bytes"].as_u64()).sum())
-}
-
-/// A figure of the only run.
-fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
-    status(cluster.agent_socket())?["runs"].as_array()?.first()?[name].as_u64()
-}
-
-fn await_faults(cluster: &Cluster) {
-    let before = figure(cluster, "faults").expect("the program runs");
-    eventually("the program to continue", || (figure(cluster, "faults")? >= before + 5000).then_some(()));
-}
-
-fn end(cluster: &Cluster, run: Running) {
-    let program = processes::descendants(run.pid()).first().copied().expect("the program still runs");
-    assert_eq!(figure(cluster, "lost_pages"), Some(0));
-    processes::signal(program, Signal::KILL);
-    let outcome = run.wait();
-    assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
-    assert!(!outcome.stderr.contains("SIGBUS"), "a page was lost: {}", outcome.stderr);
 }
 
 /// Drains each node in turn, and kills the last one when it is empty.
@@ -77,14 +59,14 @@ fn drain_all(fabric: &str) {
     eventually("most of it to be on nodes", || (figure(&cluster, "remote_bytes")? >= 40 * MIB).then_some(()));
     for node in ["1", "2"] {
         assert_drained(&cluster, node);
-        await_faults(&cluster);
+        await_faults(&cluster, 5000);
         undo(&cluster, node);
     }
     assert!(figure(&cluster, "moved_bytes") >= Some(40 * MIB));
     assert_drained(&cluster, "1");
     processes::signal(cluster.daemon("node", Some(1)), Signal::KILL);
-    await_faults(&cluster);
-    end(&cluster, run);
+    await_faults(&cluster, 5000);
+    end_checker(&cluster, run);
 }
 
 #[test]
@@ -110,9 +92,9 @@ fn replicas_stay_on_distinct_nodes_when_one_is_drained() {
         assert_drained(&cluster, "3");
         eventually("all replicas to exist again", is_complete);
         processes::signal(cluster.daemon("node", Some(3)), Signal::KILL);
-        await_faults(&cluster);
+        await_faults(&cluster, 5000);
         assert_eq!(figure(&cluster, "lost_pages"), Some(0));
-        end(&cluster, run);
+        end_checker(&cluster, run);
     }
 }
 
@@ -124,12 +106,12 @@ fn a_drain_without_room_elsewhere_can_be_undone() {
     let output = drain(&cluster, &["--no-wait"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     eventually("the node to want its memory back", || (recalled_bytes(&cluster)? >= 20 * MIB).then_some(()));
-    await_faults(&cluster);
+    await_faults(&cluster, 5000);
     undo(&cluster, "1");
     eventually("nothing to leave any more", || (recalled_bytes(&cluster)? == 0).then_some(()));
     let again = drain(&cluster, &["--undo"]);
     assert!(text(&again.stderr).contains("is not being drained"), "{}", text(&again.stderr));
-    end(&cluster, run);
+    end_checker(&cluster, run);
     cluster.assert_all_free();
 }
 
@@ -143,7 +125,7 @@ fn a_forced_drain_names_the_run_that_loses_memory() {
     let asked = drain(&cluster, &["1", "--force"]);
     assert!(!asked.status.success());
     assert!(text(&asked.stderr).contains("add --yes"), "{}", text(&asked.stderr));
-    await_faults(&cluster);
+    await_faults(&cluster, 5000);
     let forced = drain(&cluster, &["1", "--force", "--yes"]);
     let printed = text(&forced.stdout);
     assert!(forced.status.success(), "{printed}{}", text(&forced.stderr));

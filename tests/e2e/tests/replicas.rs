@@ -1,11 +1,11 @@
 //! Deaths and stops of nodes under programs with replicas.
 
 use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::only_run::{await_faults, end_checker, figure};
 use aquifer_tests_e2e::restart::restart_agent;
-use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::run::{Running, mempool_share};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use rustix::process::Signal;
-use serde_json::Value;
 
 const LIMIT: &str = "16M";
 const BYTES: &str = "48M";
@@ -16,15 +16,6 @@ fn start_checker(cluster: &Cluster, rounds: &str) -> Running {
     command.args(["run", "--replicas", "2", "--local", LIMIT, "--"]).arg(checker);
     command.args(["pages", "--bytes", BYTES, "--rounds", rounds]);
     Running::start(&mut command, false, mempool_share(cluster.agent_socket()))
-}
-
-/// The statistics of the only run.
-fn figures(cluster: &Cluster) -> Option<Value> {
-    status(cluster.agent_socket())?["runs"].as_array()?.first().cloned()
-}
-
-fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
-    figures(cluster)?[name].as_u64()
 }
 
 /// Waits until pages of the program are on two nodes.
@@ -39,21 +30,6 @@ fn await_replicas(cluster: &Cluster) {
     eventually("all pages to be on two nodes again", || {
         (figure(cluster, "degraded_slabs")? == 0).then_some(())
     });
-}
-
-/// Waits until this many more faults of the program are served.
-fn await_faults(cluster: &Cluster, more: u64) {
-    let before = figure(cluster, "faults").expect("the program runs");
-    eventually("the program to continue", || (figure(cluster, "faults")? >= before + more).then_some(()));
-}
-
-fn end(cluster: &Cluster, run: Running) {
-    let program = processes::descendants(run.pid()).first().copied().expect("the program still runs");
-    assert_eq!(figure(cluster, "lost_pages"), Some(0));
-    processes::signal(program, Signal::KILL);
-    let outcome = run.wait();
-    assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
-    assert!(!outcome.stderr.contains("SIGBUS"), "a page was lost: {}", outcome.stderr);
 }
 
 #[test]
@@ -96,7 +72,7 @@ fn a_node_with_kept_memory_is_not_waited_for() {
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
     await_replicas(&cluster);
     await_faults(&cluster, 8_000);
-    end(&cluster, run);
+    end_checker(&cluster, run);
     cluster.assert_all_free();
 }
 
@@ -114,7 +90,7 @@ fn replicas_are_made_again_so_that_another_node_may_die() {
     let said = text(&cluster.command().arg("status").output().expect("aquifer can be started").stdout);
     assert!(said.contains("degraded"), "people should see it: {said}");
     await_faults(&cluster, 50_000);
-    end(&cluster, run);
+    end_checker(&cluster, run);
 }
 
 /// Replaces the nodes one after the other, as an upgrade does. Runs that began before use the new
@@ -137,7 +113,7 @@ fn all_nodes_may_be_replaced_under_a_program() {
             });
         }
         await_faults(&cluster, 8_000);
-        end(&cluster, run);
+        end_checker(&cluster, run);
     }
 }
 
@@ -156,7 +132,7 @@ fn a_node_may_be_replaced_while_there_is_no_agent() {
     });
     processes::kill(cluster.daemon("node", Some(1)));
     await_faults(&cluster, 50_000);
-    end(&cluster, run);
+    end_checker(&cluster, run);
 }
 
 /// The next agent resumes without a node that does not answer, and frees the memory there later.
@@ -174,7 +150,7 @@ fn resume_without_a_node(is_away: bool) {
     processes::signal(node, Signal::CONT);
     cluster.await_nodes(3);
     await_faults(&cluster, 20_000);
-    end(&cluster, run);
+    end_checker(&cluster, run);
     cluster.assert_all_free();
 }
 
@@ -211,7 +187,7 @@ mod long {
         // The node's replicas are out of date: they are not read, and are freed.
         processes::signal(node, Signal::CONT);
         await_faults(&cluster, 20_000);
-        end(&cluster, run);
+        end_checker(&cluster, run);
         cluster.assert_all_free();
     }
 
