@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 #[derive(Debug)]
 pub(crate) struct Lending {
     requested_bytes: AtomicU64,
-    /// Memory in use that the node recalls, and who has it.
+    /// Memory in use that the node recalls, and the users with the most of it.
     recalled: Mutex<(u64, Vec<MemoryHolder>)>,
     status: Mutex<LendingStatus>,
     /// Whether the node is to lend nothing, whatever is requested.
@@ -50,17 +50,17 @@ impl Lending {
         if self.is_stopping.load(Relaxed) { 0 } else { self.requested_bytes.load(Relaxed) }
     }
 
-    /// Lets the node lend nothing, whatever is requested, because it is about to stop.
+    /// Requests that the node lends nothing until it stops, whatever the directory requests.
     pub fn stop(&self) {
         self.is_stopping.store(true, Relaxed);
     }
 
-    /// Sets the memory in use that the node recalls, and who has the most of it.
+    /// Sets the memory in use that the node recalls, and the users with the most of it.
     pub fn set_recalled(&self, bytes: u64, holders: Vec<MemoryHolder>) {
         *self.recalled.lock() = (bytes, holders);
     }
 
-    /// The memory in use that the node recalls, and who has the most of it.
+    /// The memory in use that the node recalls, and the users with the most of it.
     pub fn recalled(&self) -> (u64, Vec<MemoryHolder>) {
         self.recalled.lock().clone()
     }

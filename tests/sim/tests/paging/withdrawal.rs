@@ -42,8 +42,7 @@ impl Withdrawal {
         self.wanted.is_some()
     }
 
-    /// Lets a node want its memory back, or no longer, or hold what is free. Returns whether a
-    /// withdrawal began.
+    /// Begins or ends a withdrawal at random, or holds what is free. Returns whether one began.
     pub fn step(&mut self, cluster: &mut SimCluster) -> bool {
         match self.rng.below(48) {
             0 if self.wanted.is_none() => return self.begin(cluster),
