@@ -185,6 +185,7 @@ fn records() -> Vec<(&'static str, Vec<u8>)> {
         recalled_from: vec![MemoryHolder { tenant: Some(1000), bytes: 5 << 20 }],
         kept_ms: 5000,
         epoch: 17,
+        is_disk: true,
     };
     let life = NodeLife { node: 3, epoch: 17, kept_ms: 5000 };
     let agent = AgentRecord {

@@ -291,6 +291,9 @@ pub struct NodeStatus {
     pub memory_bytes: u64,
     /// Free part of `memory_bytes`.
     pub free_bytes: u64,
+    /// Whether the node lends room on a disk instead of memory.
+    #[serde(default)]
+    pub is_disk: bool,
     /// The error of the agent's last attempt to connect to the node; `None` after a success.
     #[serde(default)]
     pub failure: Option<String>,

@@ -151,6 +151,13 @@ pub struct UpArguments {
     /// Upper bound for `aquifer lend` on each node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory_max: Option<u64>,
+    /// Lend room on a disk as well, for runs when memory is short: one more node, with this much
+    /// room [default: none]
+    #[arg(long, value_name = "SIZE", value_parser = parse_lent_memory)]
+    pub disk: Option<u64>,
+    /// Directory on whose file system that room is reserved [default: /var/tmp]
+    #[arg(long, value_name = "DIRECTORY", requires = "disk")]
+    pub disk_path: Option<PathBuf>,
     /// Memory of each node that heaps of objects may take, such as 512M [default: no heaps]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub heap_memory: Option<u64>,

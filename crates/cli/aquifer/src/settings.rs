@@ -122,6 +122,11 @@ pub struct NodeSettings {
     #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
     #[serde(deserialize_with = "grace_ms")]
     pub grace: Option<u64>,
+    /// Lend room on a disk instead of memory: a file in this directory, which other processes
+    /// cannot see, reserved and encrypted; needs --listen. Runs use it when memory is short (see
+    /// `aquifer run --backup`)
+    #[arg(long, value_name = "DIRECTORY")]
+    pub disk: Option<PathBuf>,
     /// When the node is asked to stop, wait at most this long until hosts have moved their pages to
     /// other nodes, such as 2m [default: it stops at once]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
@@ -144,7 +149,7 @@ pub struct NodeSettings {
     /// true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
-    /// Threads that serve TCP connections [default: 1]
+    /// Threads that serve TCP connections [default: 1, and 8 with --disk]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     #[serde(deserialize_with = "threads")]
     pub threads: Option<u16>,
@@ -335,6 +340,7 @@ impl Settings for NodeSettings {
             memory: self.memory.or(other.memory),
             memory_max: self.memory_max.or(other.memory_max),
             keep_free: self.keep_free.or(other.keep_free),
+            disk: self.disk.or(other.disk),
             drain_on_stop: self.drain_on_stop.or(other.drain_on_stop),
             grace: self.grace.or(other.grace),
             listen: self.listen.or(other.listen),

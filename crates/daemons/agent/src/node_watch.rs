@@ -67,7 +67,7 @@ impl NodeWatch {
         self.shared.changed.notify_all();
         let must_wait = |answers: &mut Answers| answers.finished < wanted;
         let _late = self.shared.changed.wait_while_for(&mut answers, must_wait, ANSWERS_TIMEOUT);
-        let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0, failure: None };
+        let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0, is_disk: false, failure: None };
         let status = |node: NodeId| {
             let last = answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0));
             NodeStatus { failure: nodes.failure_of(node), ..last }
@@ -112,6 +112,7 @@ impl Shared {
                 id: node.0,
                 memory_bytes: pool.total_bytes(node),
                 free_bytes: pool.free_bytes(node),
+                is_disk: pool.is_disk(node),
                 failure: None,
             };
             self.answers.lock().last.insert(node.0, status);

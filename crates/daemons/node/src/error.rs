@@ -62,6 +62,26 @@ pub enum NodeError {
         /// Name of the fabric.
         fabric: &'static str,
     },
+    /// The file for the data of a disk node cannot be made.
+    #[error(
+        "cannot reserve {bytes} bytes in the directory {path}: {source}; give a directory of a file system \
+        with that much room (--disk), or lend less (--memory)",
+        path = path.display()
+    )]
+    Disk {
+        /// The directory.
+        path: PathBuf,
+        /// Bytes to reserve.
+        bytes: u64,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The fabric gives hosts direct access to memory, which a disk node does not have.
+    #[error("a node with a disk listens over TCP: give an address (--listen)")]
+    DiskFabric,
+    /// The options concern memory, which a disk node does not lend.
+    #[error("a node with a disk lends no memory: --keep-free and memory for heaps are not supported")]
+    DiskOptions,
     /// Metrics cannot be served.
     #[error(transparent)]
     Metrics(#[from] MetricsError),

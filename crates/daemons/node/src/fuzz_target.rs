@@ -17,6 +17,6 @@ pub fn parse_record(text: &str) -> bool {
 /// A record.
 #[must_use]
 pub fn record_seed() -> String {
-    let record = KeptMemoryRecord { epoch: 17, key: 0x1234_5678 };
+    let record = KeptMemoryRecord { epoch: 17, key: 0x1234_5678, is_disk: false };
     serde_json::to_string(&record).expect("plain structs are JSON")
 }

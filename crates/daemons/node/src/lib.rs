@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod clearer;
+mod disk_store;
 mod error;
 pub mod fences;
 #[cfg(debug_assertions)]
@@ -28,6 +29,7 @@ mod maintenance;
 mod membership;
 mod memory;
 mod metrics;
+mod opened_memory;
 mod recalled_spans;
 pub mod recovered_hosts;
 mod resizer;

@@ -543,6 +543,7 @@ mod tests {
             recalled_from: Vec::new(),
             kept_ms: 0,
             epoch: 7,
+            is_disk: false,
         }
     }
 

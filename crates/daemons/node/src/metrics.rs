@@ -11,6 +11,7 @@ use aquifer_metrics::{
 };
 use aquifer_pool::NodeMemory;
 
+use crate::disk_store::DiskStore;
 use crate::lending::Lending;
 
 /// Counters of the node.
@@ -39,6 +40,7 @@ impl NodeCounters {
 #[derive(Debug)]
 struct NodeCollector {
     node_memory: NodeMemory,
+    disk: Option<Arc<DiskStore>>,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     counters: Arc<NodeCounters>,
@@ -51,12 +53,13 @@ struct NodeCollector {
 pub(crate) fn serve(
     listener: MetricsListener,
     node_memory: NodeMemory,
+    disk: Option<Arc<DiskStore>>,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     counters: Arc<NodeCounters>,
 ) -> Result<MetricsServer, MetricsError> {
     let mut registry = Registry::with_prefix("aquifer_node");
-    registry.register_collector(Box::new(NodeCollector { node_memory, target, lending, counters }));
+    registry.register_collector(Box::new(NodeCollector { node_memory, disk, target, lending, counters }));
     MetricsServer::start(listener, registry)
 }
 
@@ -94,6 +97,13 @@ impl Collector for NodeCollector {
             bytes("cleared", "Freed memory that was cleared for the next tenant."),
             one(cleared),
         )?;
+        if let Some(disk) = &self.disk {
+            counters(
+                encoder,
+                about("disk_errors", "Accesses that failed because of the disk, or of damage on it."),
+                one(disk.errors()),
+            )?;
+        }
         let counts = [
             ("fences", "Fences that were set.", &self.counters.fences),
             ("lease_renewals", "Successful keep-alives of the node's lease.", &self.counters.renewals),

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,9 +12,7 @@ use aquifer_directory::{ConnectDirectory, FailureLog};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{
-    Admission, FabricAddress, Host, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS,
-};
+use aquifer_fabric::{Admission, FabricAddress, Host, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory, NodeMemoryError};
@@ -25,12 +22,13 @@ use crate::error::NodeError;
 use crate::heap_socket::HeapSocket;
 use crate::heap_spans::HeapSpans;
 use crate::host_epochs::HostEpochs;
-use crate::kept_memory::{KeepOptions, MemoryKeeper, RestoredMemory};
+use crate::kept_memory::{KeepOptions, MemoryKeeper};
 use crate::lending::Lending;
 use crate::maintenance::MaintenanceThread;
 use crate::membership::{JoiningNode, NodeMembership, WatchEnd};
-use crate::memory::{AvailableMemory, affordable_bytes};
+use crate::memory::AvailableMemory;
 use crate::metrics;
+use crate::opened_memory::{OpenedMemory, create, initial_lent_bytes, reopen};
 use crate::resizer::Resizer;
 use crate::self_client::{SelfAddress, SelfClient};
 use crate::shutdown::Shutdown;
@@ -75,6 +73,9 @@ pub struct NodeOptions {
     pub keep: Option<KeepOptions>,
     /// Socket at which the service of heaps on this machine requests memory, if any.
     pub heaps: Option<PathBuf>,
+    /// Directory on whose file system the node keeps its data, instead of in memory. Such a node
+    /// listens over TCP, reserves room for `memory_bytes_max`, and has nothing for heaps.
+    pub disk: Option<PathBuf>,
 }
 
 /// A fabric, and the address at which it listens.
@@ -145,6 +146,7 @@ impl fmt::Debug for NodeOptions {
             .field("metrics", &self.metrics)
             .field("keep", &self.keep)
             .field("heaps", &self.heaps)
+            .field("disk", &self.disk)
             .finish_non_exhaustive()
     }
 }
@@ -169,6 +171,7 @@ impl NodeOptions {
             metrics: None,
             keep: None,
             heaps: None,
+            disk: None,
         }
     }
 }
@@ -212,22 +215,6 @@ struct RunningNode {
     keeper: Option<Arc<MemoryKeeper>>,
 }
 
-/// The memory of a starting node.
-struct OpenedMemory {
-    node_memory: NodeMemory,
-    /// The epoch of the memory's life.
-    epoch: u64,
-    /// True if an earlier process has left the memory.
-    is_restored: bool,
-}
-
-impl OpenedMemory {
-    /// The sections in which an earlier process may have left changes incomplete.
-    const fn uncertain(&self) -> Range<u32> {
-        if self.is_restored { 0..self.node_memory.layout.sections() } else { 0..0 }
-    }
-}
-
 impl RunningNode {
     fn start(options: &NodeOptions) -> Result<Self, NodeError> {
         check_options(options)?;
@@ -245,7 +232,7 @@ impl RunningNode {
         let directory = (options.connect)()?;
         let (target, own_address) = options.listen.start().map_err(NodeError::Listen)?;
         let (restored, epochs) = match restored {
-            Some(RestoredMemory { memory, key, epoch, epochs }) => (Some((memory, key, epoch)), epochs),
+            Some((restored, epochs)) => (Some(restored), epochs),
             None => (None, HostEpochs::new().map_err(NodeError::HostEpochs)?),
         };
         let epochs = Arc::new(epochs);
@@ -277,11 +264,11 @@ impl RunningNode {
                 .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
         let heaps = start_heaps(options, own, &opened, &target, &membership)
             .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
-        let node_memory = opened.node_memory;
+        let OpenedMemory { node_memory, disk, .. } = opened;
         let serve_metrics = |listener| {
             let counters = Arc::clone(membership.counters());
             let lending = Arc::clone(&lending);
-            metrics::serve(listener, node_memory.clone(), Arc::clone(&target), lending, counters)
+            metrics::serve(listener, node_memory.clone(), disk, Arc::clone(&target), lending, counters)
         };
         let metrics = listener
             .map(serve_metrics)
@@ -365,6 +352,11 @@ impl RunningNode {
     }
 }
 
+/// The memory of a machine with a disk node does not limit what the node lends.
+const fn unlimited_bytes() -> io::Result<u64> {
+    Ok(u64::MAX >> 1)
+}
+
 /// True if the fabric pins memory, so that the lent memory cannot change.
 const fn is_pinned(options: &NodeOptions) -> bool {
     matches!(options.listen, ListenAddress::Verbs(..))
@@ -378,46 +370,16 @@ fn check_options(options: &NodeOptions) -> Result<(), NodeError> {
     if is_pinned(options) && (bytes_max != bytes || options.keep_free_bytes.is_some()) {
         return Err(NodeError::Pinned { fabric: "verbs" });
     }
+    if options.disk.is_some() {
+        let is_tcp = matches!(options.listen, ListenAddress::Tcp(..) | ListenAddress::TcpOn(..));
+        if !is_tcp {
+            return Err(NodeError::DiskFabric);
+        }
+        if options.keep_free_bytes.is_some() || options.heaps.is_some() {
+            return Err(NodeError::DiskOptions);
+        }
+    }
     Ok(())
-}
-
-/// Opens the memory of an earlier process again; `None` if it is damaged.
-fn reopen(
-    options: &NodeOptions,
-    (memory, key, epoch): (Arc<Memory>, Key, u64),
-    keeper: Option<&MemoryKeeper>,
-    epochs: &HostEpochs,
-    target: &dyn Target,
-) -> Option<OpenedMemory> {
-    if let Some(keeper) = keeper {
-        // Held before the memory is opened: the next process must know this process's peers, too.
-        keeper.hold(&memory, key, epochs, target, epoch);
-    }
-    NodeMemory::reopen(target, NodeId(options.id), memory, key)
-        .inspect_err(|error| {
-            tracing::error!(node = options.id, %error, "kept memory is damaged; what was on it is lost");
-        })
-        .map(|node_memory| OpenedMemory { node_memory, epoch, is_restored: true })
-        .ok()
-}
-
-/// Creates the memory of a new life with this epoch.
-fn create(
-    options: &NodeOptions,
-    lent_bytes: Option<u64>,
-    epoch: u64,
-    keeper: Option<&MemoryKeeper>,
-    epochs: &HostEpochs,
-    target: &dyn Target,
-) -> Result<OpenedMemory, NodeError> {
-    let lent_bytes = lent_bytes.map_or_else(|| initial_lent_bytes(options), Ok)?;
-    let lent_bytes = lent_bytes / SECTION_BYTES * SECTION_BYTES;
-    let node_memory =
-        NodeMemory::create_resizable(target, NodeId(options.id), lent_bytes, options.memory_bytes_max)?;
-    if let Some(keeper) = keeper {
-        keeper.hold(&node_memory.memory, node_memory.region.key, epochs, target, epoch);
-    }
-    Ok(OpenedMemory { node_memory, epoch, is_restored: false })
 }
 
 /// Puts the node's record into the directory, and reads the request for the lent memory.
@@ -457,7 +419,7 @@ fn start_maintenance(
         is_pinned(options),
         AvailableMemory {
             keep_free_bytes: options.keep_free_bytes,
-            measure: options.available_bytes,
+            measure: if options.disk.is_some() { unlimited_bytes } else { options.available_bytes },
             watches_pressure: options.watches_pressure,
         },
         !is_restored,
@@ -500,6 +462,7 @@ fn record(options: &NodeOptions, address: &FabricAddress, opened: &OpenedMemory)
         recalled_from: Vec::new(),
         kept_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX),
         epoch: opened.epoch,
+        is_disk: options.disk.is_some(),
     }
 }
 
@@ -508,18 +471,5 @@ fn abandon(membership: &NodeMembership, keeper: Option<&MemoryKeeper>) {
     match keeper {
         Some(_) => membership.end_lease(),
         None => membership.leave(),
-    }
-}
-
-/// The memory that a node lends at first: the configured amount. With `keep_free_bytes`, at most
-/// the memory that the machine has available beyond that.
-fn initial_lent_bytes(options: &NodeOptions) -> Result<u64, NodeError> {
-    let available = (options.available_bytes)().map_err(NodeError::AvailableMemory)?;
-    match options.keep_free_bytes {
-        Some(keep_free) => Ok(options.memory_bytes.min(affordable_bytes(0, available, keep_free))),
-        None if options.memory_bytes > available => {
-            Err(NodeError::NoMemory { asked: options.memory_bytes, available })
-        }
-        None => Ok(options.memory_bytes),
     }
 }

@@ -38,7 +38,12 @@ fn node(resize_blocker: Option<ResizeBlocker>) -> NodeRecord {
         ],
         kept_ms: 5,
         epoch: 6,
+        is_disk: false,
     }
+}
+
+fn disk_node() -> NodeRecord {
+    NodeRecord { is_disk: true, ..node(None) }
 }
 
 fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden, name: &str, record: &T) {
@@ -88,6 +93,7 @@ fn golden_keys_and_records() {
     for blocker in blockers {
         add(&mut golden, "node", &node(blocker));
     }
+    add(&mut golden, "disk node", &disk_node());
     add(&mut golden, "wanted", &RequestedMemory::new(1, 2, 3));
     let drained = RequestedMemory { drained_from: Some(3), ..RequestedMemory::new(1, 2, 0) };
     add(&mut golden, "wanted, drained", &drained);

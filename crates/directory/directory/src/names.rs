@@ -165,6 +165,9 @@ pub struct NodeRecord {
     pub kept_ms: u64,
     /// Fencing epoch of the node's first lease with this memory.
     pub epoch: u64,
+    /// Whether what the node lends is on a disk.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_disk: bool,
 }
 
 /// Most users in [`NodeRecord::recalled_from`].

@@ -249,6 +249,7 @@ impl Target for VerbsTarget {
             let (what, provider) = ("translation tables", "the verbs provider");
             return Err(TargetError::Unsupported { what, provider });
         }
+        new.check_is_in_memory("the verbs provider")?;
         let mut state = self.shared.lock();
         let memory = Arc::clone(&new.memory);
         let (slot, region) = state.tables.register(&self.shared.control, new)?;

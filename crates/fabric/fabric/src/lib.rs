@@ -27,6 +27,7 @@ mod locals;
 pub mod memory;
 pub mod multiplex;
 mod mutation;
+pub mod page_store;
 pub mod reconnecting;
 mod registration;
 pub mod sessions;
@@ -47,6 +48,7 @@ pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use mutation::Mutation;
+pub use page_store::{PageStore, StoredPages};
 pub use registration::Registration;
 pub use rustix::event::PollFd;
 pub use target::{

@@ -364,6 +364,21 @@ impl Memory {
         Ok(locked?)
     }
 
+    /// Keeps the pages of a range from being swapped out.
+    ///
+    /// # Errors
+    /// If this process may not lock as much memory.
+    ///
+    /// # Panics
+    /// If the range is not inside the memory.
+    #[cfg(not(miri))]
+    pub fn lock_range(&self, offset: usize, len: usize) -> io::Result<()> {
+        let start = self.range(offset, len);
+        // SAFETY: the range is part of the mapping, and a lock does not change what is there.
+        let locked = unsafe { rustix::mm::mlock(start.cast(), len) };
+        Ok(locked?)
+    }
+
     /// The offset of the first page at or after `offset` that has memory; `None` if there is none.
     ///
     /// # Errors

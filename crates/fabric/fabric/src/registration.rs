@@ -6,6 +6,7 @@ use crate::Memory;
 use crate::key_table::{KeyTable, PlacedTable};
 use crate::keys::{AddressSpace, KeyGrant, KeySlots};
 use crate::memory::u64_from;
+use crate::page_store::StoredPages;
 use crate::target::{Access, Region, Scope, TargetError};
 use crate::unit_map::UnitMap;
 use crate::work::Key;
@@ -24,6 +25,9 @@ pub struct Registration {
     /// WRITE that fails so may have written the units before. A word applies to every access that
     /// begins after it was stored; [`crate::Target::expel`] waits for those that began before.
     pub map: Option<UnitMap>,
+    /// The part of the region that is stored elsewhere than in the memory. A movable region has
+    /// none. Atomics do not reach it, and only the provider [`crate::tcp`] supports it.
+    pub stored: Option<StoredPages>,
     /// Rights of the region's own key.
     pub access: Access,
     /// Endpoints that may use the region's own key.
@@ -41,7 +45,7 @@ impl Registration {
     /// Describes memory without key table and translation, under a new key.
     #[must_use]
     pub fn plain(memory: Arc<Memory>, access: Access, scope: Scope) -> Self {
-        Self { memory, map: None, access, scope, table: None, key: None }
+        Self { memory, map: None, stored: None, access, scope, table: None, key: None }
     }
 
     /// Checks the registration, and returns the number of addresses.
@@ -57,7 +61,22 @@ impl Registration {
         if let Some(table) = &self.table {
             PlacedTable::at(0, 0, table).check(len)?;
         }
+        if let Some(stored) = &self.stored
+            && (self.map.is_some() || !stored.fits(len))
+        {
+            return Err(TargetError::OutOfRange { start: stored.range.start, end: stored.range.end });
+        }
         Ok(len)
+    }
+
+    /// Checks that the whole region is in memory, for a provider whose peers access the memory by
+    /// themselves.
+    ///
+    /// # Errors
+    /// [`TargetError::Unsupported`].
+    pub fn check_is_in_memory(&self, provider: &'static str) -> Result<(), TargetError> {
+        let what = "regions that are not in memory";
+        if self.stored.is_some() { Err(TargetError::Unsupported { what, provider }) } else { Ok(()) }
     }
 
     /// Places the region, which has `len` addresses, and describes it and its own key. The key of a

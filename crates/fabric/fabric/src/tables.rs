@@ -97,13 +97,13 @@ impl TargetTables {
         let serial = self.last_serial;
         control.publish_region(slot, serial, new.table.as_ref());
         control.bind(region.key, &grant);
-        let Registration { memory, map, scope, .. } = new;
+        let Registration { memory, map, stored, scope, .. } = new;
         let table = new.table.map(|table| PlacedTable::at(slot, region.base, &table));
         self.by_scope.entry(scope).or_default().insert((region.base, slot));
         if table.is_some() {
             self.with_tables.insert((region.base, slot));
         }
-        let memory = RegionMemory { memory, map };
+        let memory = RegionMemory { memory, map, stored };
         let windows = HashSet::new();
         let registered = RegisteredRegion { memory, scope, region: region.clone(), table, windows, serial };
         self.regions.insert(slot, registered);

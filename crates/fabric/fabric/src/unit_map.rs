@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering;
 use crate::Memory;
 use crate::memory::u64_from;
 use crate::mutation::Mutation;
+use crate::page_store::{PageStore, StoredPages};
 use crate::target::TargetError;
 use crate::work::WorkError;
 
@@ -126,9 +127,20 @@ pub struct RegionMemory {
     pub memory: Arc<Memory>,
     /// The translation table of a movable region.
     pub map: Option<UnitMap>,
+    /// The part that is stored elsewhere.
+    pub stored: Option<StoredPages>,
 }
 
 impl RegionMemory {
+    /// The store of `len` bytes of the region from `offset`; `None` if they are in memory.
+    ///
+    /// # Errors
+    /// [`WorkError::RemoteAccess`] if only a part of them is in memory.
+    #[inline]
+    pub(crate) fn store(&self, offset: u64, len: u64) -> Result<Option<&Arc<dyn PageStore>>, WorkError> {
+        self.stored.as_ref().map_or(Ok(None), |stored| stored.of(offset, len))
+    }
+
     /// The parts of memory at `len` bytes of the region from `offset`, in the order of their
     /// addresses: one for each unit of a movable region. A part that is not there is an error, and
     /// the last item.
@@ -162,7 +174,7 @@ pub(crate) struct MemoryParts<'a> {
 impl MemoryParts<'_> {
     #[inline]
     fn next_part(&self) -> Option<(*mut u8, u64)> {
-        let RegionMemory { memory, map } = self.region;
+        let RegionMemory { memory, map, .. } = self.region;
         let Some(map) = map else { return Some((memory.pointer(self.offset, self.left)?, self.left)) };
         let within = self.offset & (map.unit_bytes - 1);
         let len = self.left.min(map.unit_bytes - within);
@@ -208,7 +220,7 @@ mod tests {
         let memory = Arc::new(Memory::create("units", MEMORY_BYTES).unwrap());
         let words = Arc::new(Memory::create("words", 4096).unwrap());
         let map = UnitMap { words, at: 64, units: UNITS, unit_bytes: UNIT };
-        RegionMemory { memory, map: Some(map) }
+        RegionMemory { memory, map: Some(map), stored: None }
     }
 
     /// The offset in the memory of each byte of an access; `None` if a part is not there.

@@ -163,9 +163,15 @@ impl ConnectedPool {
         }
     }
 
-    /// All connected nodes. Of two random ones, the one with more free memory comes first.
+    /// The connected nodes that have extents of sessions: not those with a disk, whose memory has no
+    /// atomics and is slow.
+    fn memory_nodes(&self) -> Vec<NodeId> {
+        self.client.nodes().filter(|node| !self.client.is_disk(*node)).collect()
+    }
+
+    /// All nodes that have extents of sessions. Of two random ones, the one with more free memory comes first.
     fn nodes_by_preference(&mut self) -> Vec<NodeId> {
-        let mut nodes: Vec<NodeId> = self.client.nodes().collect();
+        let mut nodes = self.memory_nodes();
         let count = nodes.len();
         if count < 2 {
             return nodes;
@@ -192,7 +198,7 @@ impl ConnectedPool {
 
     /// Sets what the user may allocate, by what this session knows of the nodes.
     fn find_room(&self) {
-        let nodes: Vec<NodeId> = self.client.nodes().collect();
+        let nodes = self.memory_nodes();
         let free = |node: &NodeId| self.client.usable_bytes(*node).min(self.client.free_bytes(*node));
         let lent = |node: &NodeId| self.client.total_bytes(*node);
         self.connector.set_room(self.owner, nodes.iter().map(free).sum(), nodes.iter().map(lent).sum());

@@ -17,6 +17,7 @@ use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 use crate::cache::{NO_RECORD, search_start};
 use crate::error::PoolError;
 use crate::figures::{FigureTable, NodeFigures, RecalledMemory};
+use crate::layout::NodeClass;
 use crate::leaks::{LeakDetector, Ledger, OperationGuard};
 use crate::op::{
     AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, Holding, HoldingsOp, OpError, RecoverOp, Recovered,
@@ -208,6 +209,12 @@ impl PoolClient {
     #[must_use]
     pub fn sections(&self, id: NodeId) -> u32 {
         self.nodes.get(&id).map_or(0, ClientNode::sections)
+    }
+
+    /// Whether the data of a node are on a disk. False for a node that this client does not have.
+    #[must_use]
+    pub fn is_disk(&self, id: NodeId) -> bool {
+        self.nodes.get(&id).is_some_and(|node| node.layout().class() == NodeClass::Disk)
     }
 
     /// Free bytes of a node, by the cached words; 0 for a node that this client does not have.

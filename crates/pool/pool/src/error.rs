@@ -55,6 +55,9 @@ pub enum FormatError {
         /// The number in the header.
         found: u16,
     },
+    /// The header is of a disk node, and the memory of another, or the reverse.
+    #[error("the header is of another class of nodes than the memory")]
+    OtherClass,
     /// The node has registered no region for this host.
     #[error("the node opens no memory to this host")]
     NoRegion,

@@ -6,7 +6,8 @@ use aquifer_tests_support::golden;
 
 use crate::cache::NodeCache;
 use crate::layout::{
-    HEADER_BYTES, KEY_ENTRY_BYTES, LOG_ENTRY_BYTES, Layout, MAGIC, SECTION_ENTRIES, SECTIONS_MAX, VERSION,
+    HEADER_BYTES, KEY_ENTRY_BYTES, LOG_ENTRY_BYTES, Layout, MAGIC, NodeClass, SECTION_ENTRIES, SECTIONS_MAX,
+    VERSION,
 };
 use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
@@ -21,6 +22,10 @@ fn run(first: u8, order: u8) -> AlignedRun {
 #[test]
 fn golden_header_and_tables() {
     let mut golden = golden!("layout");
+    let disk = Layout::new(2, 1).expect("one section is valid").of_class(NodeClass::Disk);
+    assert_eq!(Layout::decode(&disk.encode()), Ok(disk));
+    golden.text("header", "node 2, sections 1, on a disk");
+    golden.memory(&disk.encode());
     for (node, sections) in [(0, 1), (0x0102, 0x0304), (u16::MAX, SECTIONS_MAX)] {
         let layout = Layout::new(node, sections).expect("the number of sections is valid");
         let page = layout.encode();

@@ -34,6 +34,8 @@ pub const LOG_ENTRY_BYTES: u64 = 8;
 
 /// Bytes of the header page that are used; the rest is zero.
 const USED: usize = 84;
+/// Offset of the node's class in the header page: 0 memory, 1 disk.
+const CLASS_AT: usize = 36;
 /// Offset of the checksum in the header page.
 const CHECKSUM_AT: usize = 80;
 
@@ -42,6 +44,17 @@ const CHECKSUM_AT: usize = 80;
 pub struct Layout {
     node: u16,
     sections: u32,
+    class: NodeClass,
+}
+
+/// The class of a node: where its data are.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum NodeClass {
+    /// In its machine's memory.
+    #[default]
+    Memory,
+    /// On a disk, which is slower, and has no atomics.
+    Disk,
 }
 
 impl Layout {
@@ -53,7 +66,7 @@ impl Layout {
         if sections == 0 || sections > SECTIONS_MAX {
             return Err(FormatError::Sections { sections: sections.into() });
         }
-        Ok(Self { node, sections })
+        Ok(Self { node, sections, class: NodeClass::Memory })
     }
 
     /// Creates the layout of a region for `data_bytes`, rounded down to whole sections.
@@ -63,6 +76,18 @@ impl Layout {
     pub fn for_bytes(node: u16, data_bytes: u64) -> Result<Self, FormatError> {
         let sections = data_bytes / SECTION_BYTES;
         Self::new(node, u32::try_from(sections).map_err(|_| FormatError::Sections { sections })?)
+    }
+
+    /// The same layout, of a node of another class.
+    #[must_use]
+    pub const fn of_class(self, class: NodeClass) -> Self {
+        Self { class, ..self }
+    }
+
+    /// The node's class.
+    #[must_use]
+    pub const fn class(&self) -> NodeClass {
+        self.class
     }
 
     /// The node's number.
@@ -191,7 +216,7 @@ impl Layout {
         put(&SPAN_CHUNKS.to_le_bytes());
         put(&SECTION_SPANS.to_le_bytes());
         put(&self.sections.to_le_bytes());
-        put(&[0; 4]);
+        put(&u32::from(self.class == NodeClass::Disk).to_le_bytes());
         for offset in [self.sections_at(), self.spans_at(), self.keys_at(), self.logs_at(), self.data_at()] {
             put(&offset.to_le_bytes());
         }
@@ -221,8 +246,9 @@ impl Layout {
         }
         let node = u32_at(page, 16);
         let node = u16::try_from(node).map_err(|_| FormatError::Node { node })?;
-        let layout = Self::new(node, u32_at(page, 32))?;
-        // All other fields, and the zeros behind them, follow from these two.
+        let class = if u32_at(page, CLASS_AT) == 1 { NodeClass::Disk } else { NodeClass::Memory };
+        let layout = Self::new(node, u32_at(page, 32))?.of_class(class);
+        // All other fields, and the zeros behind them, follow from these three.
         match layout.encode().iter().zip(page).position(|(expected, found)| expected != found) {
             Some(40..CHECKSUM_AT) if Mutation::TrustOffsets.is_active() => Ok(layout),
             None => Ok(layout),

@@ -34,6 +34,7 @@ pub mod word;
 pub use client::{AnswerTimeout, Clock, Extent, NodeId, POOL_WORK_ID, PoolClient, Stretch, recover_node};
 pub use error::{FormatError, PoolError};
 pub use figures::{FigureTable, NodeFigures, RecalledMemory};
+pub use layout::{Layout, NodeClass};
 pub use leaks::{LeakDetector, Ledger, OperationGuard, ScanProgress};
-pub use node_memory::{NodeMemory, NodeMemoryError};
+pub use node_memory::{CreateStore, NodeMemory, NodeMemoryError};
 pub use size::SizeClass;

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_fabric::{
-    Access, Key, KeyEntry, Memory, Region, Registration, Scope, Target, TargetError, Tenant,
+    Access, Key, KeyEntry, Memory, PageStore, Region, Registration, Scope, StoredPages, Target, TargetError,
+    Tenant,
 };
 
 use crate::client::{Extent, NodeId};
 use crate::error::FormatError;
 use crate::figures::NodeFigures;
-use crate::layout::{HEADER_BYTES, Layout};
+use crate::layout::{HEADER_BYTES, Layout, NodeClass};
 use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{AlignedRun, SectionWord, SpanState, SpanWord};
@@ -31,7 +32,12 @@ pub struct NodeMemory {
     pub memory: Arc<Memory>,
     /// The address, length and key under which hosts access the region.
     pub region: Region,
+    /// The data of a disk node, which are not in the memory.
+    store: Option<Arc<dyn PageStore>>,
 }
+
+/// Creates the store for the data of a disk node, from the layout of its region.
+pub type CreateStore<'a> = &'a dyn Fn(&Layout) -> std::io::Result<Arc<dyn PageStore>>;
 
 impl NodeMemory {
     /// Lends `data_bytes`, rounded down to whole sections, as node `id`.
@@ -42,7 +48,7 @@ impl NodeMemory {
     /// # Errors
     /// If the size is not allowed, if there is no memory, or if the target is at a limit.
     pub fn create(target: &dyn Target, id: NodeId, data_bytes: u64) -> Result<Self, NodeMemoryError> {
-        Self::create_resizable(target, id, data_bytes, data_bytes)
+        Self::create_resizable(target, id, data_bytes, data_bytes, None)
     }
 
     /// Lends `data_bytes`, which may be 0, of a region for `bytes_max`. The other sections are
@@ -51,16 +57,21 @@ impl NodeMemory {
     /// An offline section that was never lent takes 136 bytes of metadata. A section that goes
     /// offline later keeps all of its metadata.
     ///
+    /// `store` is called for a disk node, whose data are not in the memory.
+    ///
     /// # Errors
-    /// The errors of [`Self::create`], and if `data_bytes` is more than `bytes_max`.
+    /// The errors of [`Self::create`]; if `data_bytes` is more than `bytes_max`; the error of
+    /// `store`.
     pub fn create_resizable(
         target: &dyn Target,
         id: NodeId,
         data_bytes: u64,
         bytes_max: u64,
+        store: Option<CreateStore<'_>>,
     ) -> Result<Self, NodeMemoryError> {
         let size = |cause| NodeMemoryError::Size { bytes: bytes_max, cause };
-        let layout = Layout::for_bytes(id.0, bytes_max).map_err(size)?;
+        let class = if store.is_some() { NodeClass::Disk } else { NodeClass::Memory };
+        let layout = Layout::for_bytes(id.0, bytes_max).map_err(size)?.of_class(class);
         let above_max = NodeMemoryError::AboveMax { bytes: data_bytes, bytes_max };
         let lent = u32::try_from(data_bytes / SECTION_BYTES).map_err(|_| above_max)?;
         if lent > layout.sections() {
@@ -71,18 +82,19 @@ impl NodeMemory {
         let memory = Memory::create("aquifer-pool", len)
             .map(Arc::new)
             .map_err(|cause| NodeMemoryError::Memory { bytes, cause })?;
-        let region = target.register_as(registration(&memory, &layout))?;
+        let store = store.map(|create| create(&layout)).transpose().map_err(NodeMemoryError::Store)?;
+        let region = target.register_as(registration(&memory, &layout, store.clone()))?;
         for section in lent..layout.sections() {
             let at = layout.word_at(WordAt::Section(section));
             memory.atomic_u64(offset(at)).store(SectionWord::OFFLINE.0, SeqCst);
         }
         memory.write(0, &layout.encode());
-        Ok(Self { layout, memory, region })
+        Ok(Self { layout, memory, region, store })
     }
 
     /// Registers memory that outlived the node's process, under the `key` that it had then.
     ///
-    /// The memory is not changed, so hosts keep their extents.
+    /// The memory is not changed, so hosts keep their extents. `store` has the data of a disk node.
     ///
     /// # Errors
     /// If the memory is not of that node and in this format, or if the target is at a limit.
@@ -91,6 +103,7 @@ impl NodeMemory {
         id: NodeId,
         memory: Arc<Memory>,
         key: Key,
+        store: Option<Arc<dyn PageStore>>,
     ) -> Result<Self, NodeMemoryError> {
         let found = u64::try_from(memory.len()).unwrap_or(u64::MAX);
         let too_short = |needed| NodeMemoryError::Kept(FormatError::TooShort { needed, found });
@@ -106,8 +119,12 @@ impl NodeMemory {
         if layout.region_bytes() > found {
             return Err(too_short(layout.region_bytes()));
         }
-        let region = target.register_as(Registration { key: Some(key), ..registration(&memory, &layout) })?;
-        Ok(Self { layout, memory, region })
+        if (layout.class() == NodeClass::Disk) != store.is_some() {
+            return Err(NodeMemoryError::Kept(FormatError::OtherClass));
+        }
+        let new = registration(&memory, &layout, store.clone());
+        let region = target.register_as(Registration { key: Some(key), ..new })?;
+        Ok(Self { layout, memory, region, store })
     }
 
     /// Writes the node's figures, which hosts READ.
@@ -233,6 +250,9 @@ impl NodeMemory {
     /// If it is not an extent of this memory.
     pub fn clear(&self, extent: &Extent) {
         let (chunk, class) = (self.chunk_of(extent), extent.class);
+        if self.clear_store(chunk, class) {
+            return self.clear_entries(chunk, class);
+        }
         // Zeros are written instead of punching a hole: a device keeps the pages that it has
         // pinned.
         for chunk in chunk..chunk + class.chunks() {
@@ -242,7 +262,8 @@ impl NodeMemory {
     }
 
     /// Returns the pages of whole spans that the node has allocated to the system, and clears their
-    /// entries in `keys[]`. The spans read as zeros when they are touched again.
+    /// entries in `keys[]`. The spans read as zeros when they are touched again. The room on the
+    /// disk of a disk node stays reserved.
     ///
     /// All keys must have been revoked and expelled before.
     ///
@@ -254,9 +275,21 @@ impl NodeMemory {
     pub fn release_pages(&self, extent: &Extent) -> std::io::Result<()> {
         let chunk = self.chunk_of(extent);
         assert!(!extent.class.is_within_span(), "part of a span is not released");
+        if self.clear_store(chunk, extent.class) {
+            self.clear_entries(chunk, extent.class);
+            return Ok(());
+        }
         self.memory.punch(offset(self.layout.chunk_data_at(chunk)), offset(extent.class.bytes()))?;
         self.clear_entries(chunk, extent.class);
         Ok(())
+    }
+
+    /// Clears the data of a disk node. Returns false if the data are in memory.
+    fn clear_store(&self, chunk: u32, class: SizeClass) -> bool {
+        let Some(store) = &self.store else { return false };
+        let start = self.layout.chunk_data_at(chunk);
+        store.clear(start..start + class.bytes());
+        true
     }
 
     /// Clears the entries in `keys[]` of an extent of whole spans: no tenant owns them, and no key
@@ -304,9 +337,10 @@ impl NodeMemory {
 }
 
 /// The registration of a node's memory under a new key.
-fn registration(memory: &Arc<Memory>, layout: &Layout) -> Registration {
+fn registration(memory: &Arc<Memory>, layout: &Layout, store: Option<Arc<dyn PageStore>>) -> Registration {
     let table = Some(layout.key_table());
-    Registration { table, ..Registration::plain(Arc::clone(memory), Access::ALL, Scope::Anyone) }
+    let stored = store.map(|store| StoredPages { range: layout.data_at()..layout.region_bytes(), store });
+    Registration { table, stored, ..Registration::plain(Arc::clone(memory), Access::ALL, Scope::Anyone) }
 }
 
 /// Why memory could not be lent.
@@ -336,6 +370,9 @@ pub enum NodeMemoryError {
         /// The error of the system.
         cause: std::io::Error,
     },
+    /// The store for the data of a disk node could not be created.
+    #[error("cannot reserve room on the disk: {0}")]
+    Store(#[source] std::io::Error),
     /// The memory that was kept from the node's previous process is not this node's memory.
     #[error("the memory that was kept cannot be lent again: {0}")]
     Kept(#[source] FormatError),

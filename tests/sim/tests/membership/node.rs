@@ -289,6 +289,7 @@ impl SimNode {
             recalled_from: Vec::new(),
             kept_ms,
             epoch,
+            is_disk: false,
         };
         let operations = vec![
             KeyOperation::put(names::node_key(id), names::encode(&record), Some(lease.id)),

@@ -151,8 +151,13 @@ impl Schedule {
         let target = fabric.add_node();
         let sections = 1 + rng.below(3);
         let lent = 1 + rng.below(sections);
-        let node_memory =
-            NodeMemory::create_resizable(&target, NodeId(1), lent * SECTION_BYTES, sections * SECTION_BYTES);
+        let node_memory = NodeMemory::create_resizable(
+            &target,
+            NodeId(1),
+            lent * SECTION_BYTES,
+            sections * SECTION_BYTES,
+            None,
+        );
         let node_memory = node_memory.expect("a small pool");
         let is_of_restarts = rng.chance(1, 3);
         // Sometimes a host has two clients, as with two threads.

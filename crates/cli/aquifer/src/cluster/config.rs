@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -67,6 +67,16 @@ pub struct ClusterConfig {
     /// Upper bound for `aquifer lend` on each node, if it was given.
     #[serde(default)]
     pub memory_bytes_max: Option<u64>,
+    /// Room that a further node lends on a disk, if there is one. Otherwise this and the next two
+    /// are not written, so that the previous version of `aquifer` can read the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_bytes: Option<u64>,
+    /// The directory in which that room is reserved, if it was given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_path: Option<PathBuf>,
+    /// The port of the node with the disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_port: Option<u16>,
     /// Memory of each node that heaps may take, if it serves any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heap_memory_bytes: Option<u64>,
@@ -117,6 +127,9 @@ impl ClusterConfig {
             nodes: arguments.nodes.unwrap_or(3),
             memory_bytes: arguments.memory.unwrap_or(1 << 30),
             memory_bytes_max: arguments.memory_max,
+            disk_bytes: arguments.disk,
+            disk_path: arguments.disk_path.clone(),
+            disk_port: None,
             heap_memory_bytes: arguments.heap_memory,
             heap_ports: Vec::new(),
             keep_memory: arguments.keep_memory,
@@ -147,13 +160,25 @@ impl ClusterConfig {
     /// cluster, and the supervisor only if it is configured.
     pub fn daemons(&self) -> Vec<Daemon> {
         let is_own = DirectoryLocation::new(&self.directory).is_ok_and(|location| location.is_own());
-        let all = Daemon::all(self.nodes, self.heap_memory_bytes.is_some());
+        let mut all = Daemon::all(self.nodes, self.heap_memory_bytes.is_some());
+        all.extend(self.disk_node().map(Daemon::Node));
+        all.sort_unstable();
         let is_wanted = |daemon: &Daemon| match daemon {
             Daemon::Directory => is_own,
             Daemon::Supervisor => !self.no_restart,
             _ => true,
         };
         all.into_iter().filter(is_wanted).collect()
+    }
+
+    /// The number of the node with a disk, if there is one.
+    pub fn disk_node(&self) -> Option<u16> {
+        self.disk_bytes.map(|_| self.nodes + 1)
+    }
+
+    /// The directory in which the node with a disk reserves its room.
+    pub fn disk_directory(&self) -> &Path {
+        self.disk_path.as_deref().unwrap_or(Path::new("/var/tmp"))
     }
 
     /// Options that give a daemon the location of the directory.
@@ -170,8 +195,8 @@ impl ClusterConfig {
         [location, path("ca", ca), path("cert", cert), path("key", key)].into_iter().flatten().collect()
     }
 
-    /// Chooses free ports of this machine: one for each node, if nodes serve over TCP, and one for
-    /// each service of heaps.
+    /// Chooses free ports of this machine: one for each node, if nodes serve over TCP, one for each
+    /// service of heaps, and one for the node with a disk.
     ///
     /// # Errors
     /// If there is no free port.
@@ -179,12 +204,14 @@ impl ClusterConfig {
         let count = |is_served: bool| if is_served { self.nodes } else { 0 };
         let of_nodes = count(self.fabric == Fabric::Tcp);
         // All ports are bound at the same time, so that they differ.
-        let listeners: Vec<TcpListener> = (0..of_nodes + count(self.heap_memory_bytes.is_some()))
+        let of_disk = u16::from(self.disk_bytes.is_some());
+        let listeners: Vec<TcpListener> = (0..of_nodes + count(self.heap_memory_bytes.is_some()) + of_disk)
             .map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))
             .collect::<io::Result<_>>()?;
         let ports = listeners.iter().map(|listener| Ok(listener.local_addr()?.port()));
         self.ports = ports.collect::<io::Result<_>>()?;
         self.heap_ports = self.ports.split_off(usize::from(of_nodes));
+        self.disk_port = self.disk_bytes.and_then(|_| self.heap_ports.pop());
         Ok(())
     }
 
@@ -213,7 +240,9 @@ impl ClusterConfig {
         let ports = if config.fabric == Fabric::Tcp { usize::from(config.nodes) } else { 0 };
         DirectoryLocation::new(&config.directory).map_err(|error| unusable(error.to_string()))?;
         let heap_ports = config.heap_memory_bytes.map_or(0, |_| usize::from(config.nodes));
-        let has_ports = config.ports.len() == ports && config.heap_ports.len() == heap_ports;
+        let has_ports = config.ports.len() == ports
+            && config.heap_ports.len() == heap_ports
+            && config.disk_port.is_some() == config.disk_bytes.is_some();
         if !(1..=64).contains(&config.nodes) || config.memory_bytes == 0 || !has_ports {
             return Err(unusable("its number of nodes, its memory or its ports are out of range".to_owned()));
         }
@@ -265,17 +294,19 @@ impl ClusterConfig {
             })
         };
         let size = |bytes: &u64| exact_size(*bytes);
-        let socket = |path: &&PathBuf| path.display().to_string();
+        let path = |path: &&PathBuf| path.display().to_string();
         let (given_socket, own_socket) = (arguments.shared_socket.as_ref(), self.shared_socket.as_ref());
         [
             difference("--nodes", arguments.nodes, Some(self.nodes), u16::to_string),
             difference("--memory", arguments.memory, Some(self.memory_bytes), size),
             difference("--memory-max", arguments.memory_max, self.memory_bytes_max, size),
+            difference("--disk", arguments.disk, self.disk_bytes, size),
+            difference("--disk-path", arguments.disk_path.as_ref(), self.disk_path.as_ref(), path),
             difference("--heap-memory", arguments.heap_memory, self.heap_memory_bytes, size),
             (arguments.keep_memory && !self.keep_memory).then(|| "no --keep-memory".to_owned()),
             difference("--fabric", arguments.fabric, Some(self.fabric), |fabric| fabric.name().to_owned()),
             difference("--mempool", arguments.mempool, self.mempool_bytes, size),
-            difference("--shared-socket", given_socket, own_socket, socket),
+            difference("--shared-socket", given_socket, own_socket, path),
             difference("--cache-per-user", arguments.cache_per_user, self.cache_per_user, size),
             difference("--extents-per-user", arguments.extents_per_user, self.extents_per_user, size),
             difference("--pages-per-user", arguments.pages_per_user, self.pages_per_user, size),
@@ -321,6 +352,9 @@ impl std::fmt::Display for ClusterConfig {
         let plural = if self.nodes == 1 { "" } else { "s" };
         let fabric = if self.fabric == Fabric::Tcp { " over TCP" } else { "" };
         write!(f, "{} node{plural} of {}{fabric}", self.nodes, ByteSize(self.memory_bytes))?;
+        if let Some(bytes) = self.disk_bytes {
+            write!(f, ", {} on a disk", ByteSize(bytes))?;
+        }
         self.directory.address.iter().try_for_each(|address| write!(f, ", directory {address}"))
     }
 }
@@ -334,6 +368,8 @@ mod tests {
             nodes,
             memory,
             memory_max: None,
+            disk: None,
+            disk_path: None,
             heap_memory: None,
             keep_memory: false,
             fabric: None,

@@ -49,6 +49,8 @@ fn golden_files_of_a_cluster() {
         nodes: Some(2),
         memory: Some(3),
         memory_max: Some(4),
+        disk: Some(18),
+        disk_path: Some("/disk".into()),
         heap_memory: Some(8),
         keep_memory: true,
         fabric: Some(Fabric::Tcp),
@@ -64,11 +66,13 @@ fn golden_files_of_a_cluster() {
         directory: DirectorySettings { address: Some("etcd://a:2379/blue".into()), ..Default::default() },
     };
     let mut full = ClusterConfig::from_arguments(&arguments);
-    (full.ports, full.heap_ports) = (vec![8, 9], vec![10, 11]);
+    (full.ports, full.heap_ports, full.disk_port) = (vec![8, 9], vec![10, 11], Some(12));
     let empty = UpArguments {
         nodes: None,
         memory: None,
         memory_max: None,
+        disk: None,
+        disk_path: None,
         heap_memory: None,
         keep_memory: false,
         fabric: None,

@@ -109,6 +109,15 @@ pub fn start(
         Daemon::Directory => command.arg("directory"),
         Daemon::Supervisor => command.arg("supervisor"),
         Daemon::Keeper => command.args(["keeper", "--grace", &format!("{}ms", config.grace_ms)]),
+        Daemon::Node(id) if config.disk_node() == Some(id) => command
+            .args(["node", "--id", &id.to_string(), "--disk"])
+            .arg(config.disk_directory())
+            .args(config.disk_bytes.map(|bytes| format!("--memory={bytes}")))
+            .args(config.keep_memory.then(|| format!("--grace={}ms", config.grace_ms)))
+            .args(config.disk_port.map(|port| format!("--listen=127.0.0.1:{port}")))
+            // Its pages are encrypted on the disk; on the loopback device nobody else can see them.
+            .arg("--encrypt=false")
+            .args(config.directory_flags()),
         Daemon::Node(id) => command
             .args(["node", "--id", &id.to_string()])
             .args(["--memory", &config.memory_bytes.to_string()])

@@ -242,6 +242,7 @@ mod tests {
             recalled_from: Vec::new(),
             kept_ms: 0,
             epoch: 1,
+            is_disk: false,
         }
     }
 

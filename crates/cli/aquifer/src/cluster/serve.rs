@@ -83,6 +83,9 @@ pub fn serve(state: &StateDir, command: DaemonCommand) -> Outcome {
     }
 }
 
+/// Usual number of threads that serve connections to a node with a disk.
+const DISK_THREADS: usize = 8;
+
 /// Name of the settings file in /etc/aquifer that a daemon reads if `--config` is not given.
 ///
 /// A daemon of `aquifer up` reads no file: it gets all settings on its command line.
@@ -197,7 +200,8 @@ fn node(
         keeper: state.socket(&Daemon::Keeper.to_string()),
         grace: Duration::from_millis(grace_ms),
     });
-    options.heaps = Some(heap_memory_socket(state, id));
+    options.heaps = settings.disk.is_none().then(|| heap_memory_socket(state, id));
+    options.disk.clone_from(&settings.disk);
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.notify())?)
 }
 
@@ -278,6 +282,10 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<ListenAd
     let is_over_verbs = settings.fabric == Some(Network::Verbs);
     let mut options = tcp::TcpOptions::default();
     options.encrypt = encrypt.unwrap_or(options.encrypt);
+    if settings.disk.is_some() {
+        // A thread waits for the disk, and polling for the next request would not shorten that.
+        (options.threads, options.spin_time) = (DISK_THREADS, Duration::ZERO);
+    }
     options.threads = threads.map_or(options.threads, usize::from);
     options.rate = tcp::Rate { bytes_per_s: *rate_bytes, operations_per_s: rate_operations.map(u64::from) };
     let key = key::load(&settings.key.clone().unwrap_or_else(|| state.key_file()))?;

@@ -96,6 +96,8 @@ struct NodeStatus {
     memory_bytes_max: u64,
     /// Free memory, as the agent reports it.
     free_bytes: Option<u64>,
+    /// Whether the node lends room on a disk instead of memory.
+    is_disk: bool,
 }
 
 /// A service of heaps.
@@ -320,6 +322,7 @@ fn node_status(node: &NodeRecord, agent: Option<&AgentStatus>) -> NodeStatus {
         recalled_bytes: node.recalled_bytes,
         memory_bytes_max: node.memory_bytes_max,
         free_bytes: known.map(|known| known.free_bytes),
+        is_disk: node.is_disk,
     }
 }
 
@@ -333,6 +336,7 @@ fn node_of_agent(node: &aquifer_report::NodeStatus) -> NodeStatus {
         recalled_bytes: 0,
         memory_bytes_max: node.memory_bytes,
         free_bytes: Some(node.free_bytes),
+        is_disk: node.is_disk,
     }
 }
 

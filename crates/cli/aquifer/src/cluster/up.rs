@@ -116,8 +116,9 @@ pub(super) fn lost_socket(socket: &Path) -> String {
 /// The arguments with absolute paths, since daemons have another working directory.
 fn with_absolute_paths(arguments: &UpArguments) -> std::io::Result<UpArguments> {
     let mut arguments = arguments.clone();
-    let DirectorySettings { ca, cert, key, .. } = &mut arguments.directory;
-    for path in [ca, cert, key, &mut arguments.shared_socket].into_iter().flatten() {
+    let UpArguments { directory, shared_socket, disk_path, .. } = &mut arguments;
+    let DirectorySettings { ca, cert, key, .. } = directory;
+    for path in [ca, cert, key, shared_socket, disk_path].into_iter().flatten() {
         *path = std::path::absolute(&path)?;
     }
     Ok(arguments)
@@ -190,7 +191,9 @@ fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Result<(), Box<dy
         )
         .into());
     }
-    let nodes = missing.iter().filter(|daemon| matches!(daemon, Daemon::Node(_))).count();
+    let lends_memory =
+        |daemon: &&Daemon| matches!(daemon, Daemon::Node(id) if config.disk_node() != Some(*id));
+    let nodes = missing.iter().filter(lends_memory).count();
     let needed = config.memory_bytes.saturating_mul(nodes as u64);
     let available = available_bytes()?;
     if needed > available {

@@ -23,6 +23,7 @@ fn golden_files_of_settings() {
         memory: Some(2 << 30),
         memory_max: Some(3 << 30),
         keep_free: Some(4 << 20),
+        disk: Some("/disk".into()),
         drain_on_stop: Some(60_000),
         grace: Some(5000),
         listen: Some("10.0.0.1:6".parse().expect("it is an address")),

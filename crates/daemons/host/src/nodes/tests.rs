@@ -31,6 +31,7 @@ fn register_at(directory: &dyn Directory, id: u16, address: String, kept_ms: u64
         recalled_from: Vec::new(),
         kept_ms,
         epoch: 1,
+        is_disk: false,
     };
     directory.put(&names::node_key(id), &names::encode(&record), None).expect("put");
 }

@@ -232,6 +232,7 @@ mod tests {
             recalled_from: Vec::new(),
             kept_ms,
             epoch,
+            is_disk: false,
         }
     }
 

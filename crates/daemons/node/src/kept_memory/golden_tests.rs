@@ -10,10 +10,12 @@ use super::{HostEpochs, KeptMemoryRecord};
 #[test]
 fn golden_record_and_epochs_of_a_node() {
     let mut golden = golden!("kept");
-    let text = serde_json::to_string(&KeptMemoryRecord { epoch: 1, key: 2 }).expect("numbers can be written");
-    let KeptMemoryRecord { epoch, key } = serde_json::from_str(&text).expect("it was just written");
-    assert_eq!((epoch, key), (1, 2));
-    golden.text("node", &text);
+    for (name, is_disk) in [("node", false), ("disk node", true)] {
+        let record = KeptMemoryRecord { epoch: 1, key: 2, is_disk };
+        let text = serde_json::to_string(&record).expect("numbers can be written");
+        assert_eq!(serde_json::from_str::<KeptMemoryRecord>(&text).expect("it was just written"), record);
+        golden.text(name, &text);
+    }
     let epochs = HostEpochs::new().expect("there is memory");
     epochs.record(Host(1), 0x0102_0304_0506_0708);
     epochs.record(Host(4095), 0x1112_1314_1516_1718);

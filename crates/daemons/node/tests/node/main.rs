@@ -1,5 +1,6 @@
 //! A whole node over shared memory and an embedded directory whose clock the test sets.
 
+mod disk;
 mod harness;
 mod heaps;
 mod kept_memory;
@@ -151,6 +152,7 @@ fn a_node_with_the_number_of_another_node_does_not_start() {
         recalled_from: Vec::new(),
         kept_ms: 0,
         epoch: 1,
+        is_disk: false,
     };
     harness.directory().put(&names::node_key(1), &names::encode(&other), None).expect("room");
     let taken = serve(&harness.options(1, BYTES), &Shutdown::new(), |_| panic!("it cannot serve"));

@@ -153,6 +153,7 @@ pub fn a_node_number_has_one_holder(harness: &dyn DirectoryHarness) {
             recalled_from: Vec::new(),
             kept_ms: 0,
             epoch: lease.epoch,
+            is_disk: false,
         };
         names::register_node(&*directory, lease, &record).map(|()| record)
     };

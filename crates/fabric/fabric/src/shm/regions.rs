@@ -194,5 +194,5 @@ fn open(control: &ControlMemory, region: &ShmRegion, fds: Vec<OwnedFd>) -> io::R
     if let Some(table) = &table {
         table.check(u64_from(memory.len())).map_err(io::Error::other)?;
     }
-    Ok(MappedRegion { base, memory: RegionMemory { memory, map: units }, table, serial })
+    Ok(MappedRegion { base, memory: RegionMemory { memory, map: units, stored: None }, table, serial })
 }

@@ -281,6 +281,7 @@ impl ShmShared {
 
 impl Target for ShmTarget {
     fn register_as(&self, new: Registration) -> Result<Region, TargetError> {
+        new.check_is_in_memory("the shared-memory provider")?;
         self.shared.register(new)
     }
 

@@ -18,6 +18,7 @@ use crate::control::FENCED;
 use crate::handshake::hello::Resume;
 use crate::keys::{KeyGrant, Right};
 use crate::memory::{copy, u64_from};
+use crate::page_store::PageStore;
 use crate::target::Identity;
 use crate::unit_map::RegionMemory;
 use crate::work::{Key, WorkError};
@@ -75,6 +76,8 @@ pub(super) struct TcpSession {
     tables: TableIndex,
     /// Whether a WRITE was done since the last READ. The READ must not overtake it.
     has_written: bool,
+    /// The received bytes of a WRITE to a [`crate::PageStore`], which writes all of them together.
+    assembled: Vec<u8>,
 }
 
 impl TcpSession {
@@ -91,6 +94,7 @@ impl TcpSession {
             work: (0, 0),
             tables: TableIndex::default(),
             has_written: false,
+            assembled: Vec::new(),
         }
     }
 
@@ -119,6 +123,7 @@ impl TcpSession {
     /// Discards a partly received request after the connection broke.
     pub fn discard_partial(&mut self) {
         self.next = ParserState::RequestHead;
+        self.assembled = Vec::new();
     }
 
     /// Resumes after a broken connection, and appends the answers that the initiator lacks. Returns
@@ -210,7 +215,8 @@ impl TcpSession {
 
     /// Whether a request may be done before the borrowed READs before it are sent: only a READ that
     /// is borrowed as well. A request that changes memory, or sends a message to a program that may
-    /// change it, must come after them. So must a READ of a movable region, which is copied.
+    /// change it, must come after them. So must a READ that is copied: of a movable region, or of
+    /// bytes that are not in memory.
     fn may_join_borrowed(&mut self, request: &RequestHead, out: &AnswerBuffer) -> bool {
         if request.kind != wire::READ || out.is_borrowed_full() {
             return false;
@@ -218,7 +224,7 @@ impl TcpSession {
         let grant = self.grant(Key(request.key.get()), request.addr.get());
         // SAFETY: `active` is odd during `feed`.
         let mapping = grant.and_then(|grant| unsafe { self.shared.regions.get(grant.region) });
-        mapping.is_none_or(|mapping| mapping.memory.map.is_none())
+        mapping.is_none_or(|mapping| mapping.memory.map.is_none() && mapping.memory.stored.is_none())
     }
 
     /// Begins a request. Returns the number of bytes of `rest`, which follows the head, that were
@@ -292,7 +298,10 @@ impl TcpSession {
         let (mapping, offset) = self.locate(request, request.addr.get(), u64::from(len), Right::Read)?;
         let outcome = Ok(u64::from(len));
         let head = AnswerHead::new(wire::ANSWER, outcome, len);
-        let RegionMemory { memory, map } = &mapping.memory;
+        if let Some(store) = mapping.memory.store(offset, u64::from(len))? {
+            return read_stored(&**store, offset, len, out);
+        }
+        let RegionMemory { memory, map, .. } = &mapping.memory;
         if map.is_none() {
             let from = memory.pointer(offset, u64::from(len)).ok_or(WorkError::RemoteAccess)?;
             out.put(head.as_bytes());
@@ -342,6 +351,9 @@ impl TcpSession {
         let (addr, len) = (request.addr.get(), u64::from(request.len.get()));
         // The whole range is checked, so that nothing is written if a part is not permitted.
         let (mapping, offset) = self.locate(request, addr, len, Right::Write)?;
+        if let Some(store) = mapping.memory.store(offset, len)?.map(Arc::clone) {
+            return self.write_stored(&*store, offset, (taken, request.len.get()), bytes);
+        }
         let mut parts = mapping.memory.parts(offset + u64::from(taken), u64_from(bytes.len()));
         fence(Ordering::AcqRel);
         let mut written = 0;
@@ -358,6 +370,25 @@ impl TcpSession {
         self.has_written = true;
         self.work.0 += written;
         outcome
+    }
+
+    /// Adds a part of a WRITE to those before. Writes all of them when they are complete.
+    fn write_stored(
+        &mut self,
+        store: &dyn PageStore,
+        offset: u64,
+        (taken, len): (u32, u32),
+        bytes: &[u8],
+    ) -> Result<(), WorkError> {
+        if taken == 0 {
+            self.assembled = Vec::with_capacity(len as usize);
+        }
+        self.assembled.extend_from_slice(bytes);
+        if self.assembled.len() < len as usize {
+            return Ok(());
+        }
+        self.work.0 += u64::from(len);
+        store.write(offset, &mut std::mem::take(&mut self.assembled))
     }
 
     fn deliver(&self, message: Vec<u8>) -> Result<u64, WorkError> {
@@ -436,9 +467,29 @@ impl TcpSession {
             return Err(WorkError::Misaligned);
         }
         let (mapping, offset) = self.locate(request, addr, 8, Right::Atomic)?;
+        if mapping.memory.store(offset, 8)?.is_some() {
+            return Err(WorkError::RemoteAccess);
+        }
         let word = mapping.memory.part(offset, 8)?.cast::<u64>();
         // SAFETY: inside a mapping that `shared` holds; aligned, because regions and units begin at
         // multiples of 8 in both address spaces.
         Ok(unsafe { AtomicU64::from_ptr(word) })
     }
+}
+
+/// Appends the answer of a READ of bytes that are not in memory.
+fn read_stored(
+    store: &dyn PageStore,
+    offset: u64,
+    len: u32,
+    out: &mut AnswerBuffer,
+) -> Result<u64, WorkError> {
+    let outcome = Ok(u64::from(len));
+    let bytes = out.bytes();
+    let start = bytes.len();
+    bytes.extend_from_slice(AnswerHead::new(wire::ANSWER, outcome, len).as_bytes());
+    let data = bytes.len();
+    bytes.resize(data + padded(len), 0);
+    store.read(offset, &mut bytes[data..data + len as usize]).inspect_err(|_| bytes.truncate(start))?;
+    outcome
 }

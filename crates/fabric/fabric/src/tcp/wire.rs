@@ -110,6 +110,7 @@ impl AnswerHead {
             3 => Err(WorkError::TooLong),
             4 => Err(WorkError::ReceiverNotReady),
             5 => Err(WorkError::Fenced),
+            6 => Err(WorkError::Storage),
             _ => return None,
         })
     }
@@ -127,6 +128,7 @@ pub fn status(error: WorkError) -> u8 {
         WorkError::TooLong => 3,
         WorkError::ReceiverNotReady => 4,
         WorkError::Fenced => 5,
+        WorkError::Storage => 6,
         WorkError::LocalAccess
         | WorkError::PeerGone
         | WorkError::Timeout

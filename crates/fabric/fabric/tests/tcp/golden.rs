@@ -129,6 +129,7 @@ fn golden_requests_and_answers() {
         ("too long", WorkError::TooLong),
         ("no room for the message", WorkError::ReceiverNotReady),
         ("fenced", WorkError::Fenced),
+        ("storage", WorkError::Storage),
     ];
     for (name, error) in errors {
         let answer = AnswerHead::new(1, Err(error), 0);

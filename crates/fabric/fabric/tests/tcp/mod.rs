@@ -3,6 +3,7 @@
 mod golden;
 mod many;
 mod relay;
+mod stored;
 mod strangers;
 mod tickets;
 

@@ -47,7 +47,8 @@ impl TransferOutcome {
             WorkError::LocalAccess
             | WorkError::Misaligned
             | WorkError::TooLong
-            | WorkError::ReceiverNotReady => Self::Failed,
+            | WorkError::ReceiverNotReady
+            | WorkError::Storage => Self::Failed,
             WorkError::Fenced
             | WorkError::PeerGone
             | WorkError::Timeout

@@ -7,6 +7,7 @@ use super::{Extent, NodeId, random};
 use crate::cache::NodeCache;
 use crate::error::PoolError;
 use crate::figures::{NodeFigures, RecalledMemory};
+use crate::layout::Layout;
 use crate::op::{Action, Grant, OpError, READ_WORDS_MAX, StateMachine, Step, StepResult, WordAt};
 use crate::size::CHUNK_BYTES;
 
@@ -118,6 +119,10 @@ impl ClientNode {
 
     pub(super) fn read_figures(&mut self) -> Result<Option<NodeFigures>, PoolError> {
         self.connection.read_figures().map_err(|cause| connection_error(self.id, cause))
+    }
+
+    pub(super) const fn layout(&self) -> &Layout {
+        self.connection.layout()
     }
 
     pub(super) const fn sections(&self) -> u32 {

@@ -76,6 +76,7 @@ mod tests {
             recalled_from: vec![holder(Some(user), 10 * MIB), holder(Some(5), MIB), holder(None, 4 * MIB)],
             kept_ms: 0,
             epoch: 1,
+            is_disk: false,
         };
         let run = |name: &str, bytes, only_copy_bytes| {
             (3, RecalledRun { node: 1, name: name.into(), tenant: user, bytes, only_copy_bytes })

@@ -16,6 +16,7 @@ fn golden_status() {
         recalled_bytes: 1,
         memory_bytes_max: 4,
         free_bytes: Some(5),
+        is_disk: false,
     };
     let agent =
         AgentRecord { host: 1, address: "agent.sock".into(), epoch: 2, claim_epoch: 3, is_recovery: false };

@@ -128,7 +128,7 @@ fn time_since(since_s: u64) -> String {
 
 /// Writes how much memory a node lends, and how much of it is free.
 fn write_lent(text: &mut String, node: &NodeStatus) -> std::fmt::Result {
-    write!(text, " lends {}", ByteSize(node.memory_bytes))?;
+    write!(text, " lends {}{}", ByteSize(node.memory_bytes), if node.is_disk { " on a disk" } else { "" })?;
     if node.memory_bytes != node.memory_bytes_wanted {
         write!(text, " (requested: {})", ByteSize(node.memory_bytes_wanted))?;
     }
