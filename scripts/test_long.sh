@@ -113,7 +113,7 @@ test_long() {
     if is_asked fuzz; then
         step "fuzzing" scripts/fuzz.sh check
     fi
-    if is_asked benches programs chaos guests; then
+    if is_asked benches simulators programs chaos guests; then
         step "release build" build_release
     fi
     if is_asked benches; then

@@ -27,7 +27,7 @@ use counts::MembershipCounts;
 use random::run;
 
 const SIMULATOR: Simulator<Mutation, MembershipCounts> =
-    Simulator { name: "membership", play: run, regressions: &[], mutations: Mutation::ALL };
+    Simulator { name: "membership", play: run, regressions: &[688_640_325_853], mutations: Mutation::ALL };
 const SCHEDULES: u64 = 1_000;
 /// Each counted event must happen at least this often in the fixed schedules.
 const COUNT_MIN: u64 = 30;

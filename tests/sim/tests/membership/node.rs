@@ -119,7 +119,9 @@ impl SimNode {
         self.fabric.restart_node(target.node());
         self.seen.iter().for_each(|(host, epoch)| target.fence(*host, epoch.saturating_sub(1)));
         self.hosts = LiveHosts::new(self.seen.clone());
-        self.recovered_version = fence_recovered(&self.directory, &target)?;
+        // A process that cannot fence opens nothing.
+        let fenced = fence_recovered(&self.directory, &target);
+        self.recovered_version = fenced.inspect_err(|_| self.fabric.crash_node(target.node()))?;
         self.acceptors.open(self.address(), target);
         self.is_running = true;
         self.continue_reachable(now_ms);
