@@ -36,7 +36,8 @@ fn until_more(place: &str, name: &str, than: f64) -> MetricSamples {
 }
 
 fn agent(cluster: &Cluster, place: &str) -> RunningDaemon {
-    RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", place])
+    // Without a page cache, from which no page is read from nodes.
+    RunningDaemon::start_here(cluster.state(), &["agent", "--cache-per-user", "0", "--metrics", place])
 }
 
 /// Sends invalid requests to the metrics server of the agent.
