@@ -2,6 +2,7 @@
 
 mod holders;
 mod progress;
+mod services;
 
 use std::error::Error;
 use std::io::{IsTerminal, Write};
@@ -15,10 +16,11 @@ use aquifer_ipc::size::ByteSize;
 use super::lend::{choose, location};
 use crate::Outcome;
 use crate::cli::DrainArguments;
-use crate::say::say_line;
+use crate::say::{say_error, say_line};
 use crate::state::StateDir;
 use holders::show_holders;
 use progress::{DrainProgress, DrainState};
+use services::show_services;
 
 /// Interval at which the node's record is read.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -40,6 +42,9 @@ pub fn drain(state: &StateDir, arguments: &DrainArguments) -> Outcome {
     let request =
         RequestedMemory { drained_from: Some(before), ..RequestedMemory::new(node.id, node.epoch, 0) };
     directory.put(&names::requested_memory_key(node.id), &names::encode(&request), None)?;
+    for line in show_services(&*directory, &node)? {
+        say_error!("{line}");
+    }
     if arguments.no_wait {
         say_line!("node {} is being drained; `aquifer status` shows what is left", node.id);
         return Ok(ExitCode::SUCCESS);
