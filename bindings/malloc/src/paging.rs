@@ -39,6 +39,7 @@ pub fn begin() {
         limit_bytes,
         limit_max_bytes,
         replicas,
+        backup: None,
         outlives_owner: true,
         is_strict: false,
         wait_for_room_ms: None,

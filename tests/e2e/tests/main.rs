@@ -3,6 +3,7 @@
 //! Each subject has a module. Tests in a module `long` run in `make test-long` only.
 
 mod agent_restart;
+mod backup;
 mod bad_input;
 mod behaviour;
 mod chaos;

@@ -68,6 +68,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
         limit_bytes: 1 << 30,
         limit_max_bytes: None,
         replicas: 2,
+        backup: None,
         outlives_owner: true,
         is_strict: false,
         wait_for_room_ms: None,

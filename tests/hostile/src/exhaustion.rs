@@ -78,6 +78,7 @@ impl Held {
             limit_bytes: 8 << 20,
             limit_max_bytes: None,
             replicas: 1,
+            backup: None,
             outlives_owner: false,
             is_strict: false,
             wait_for_room_ms: None,

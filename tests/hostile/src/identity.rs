@@ -27,6 +27,7 @@ fn open_run(agent: &Path) -> (OwnedFd, RunToken) {
         limit_bytes: 64 << 20,
         limit_max_bytes: None,
         replicas: 1,
+        backup: None,
         outlives_owner: true,
         is_strict: false,
         wait_for_room_ms: None,

@@ -12,7 +12,7 @@ use crate::open_run::{OpenRun, VERSION_WITH_MAX};
 /// A frame has the version that introduced its form, so that a peer of an earlier version
 /// understands all frames whose form it knows. A form stays accepted for at least one version after
 /// the one that replaces it.
-pub const VERSION: u16 = 23;
+pub const VERSION: u16 = 24;
 /// The version of frames whose form has never changed.
 pub const VERSION_OLDEST: u16 = 21;
 /// First bytes of every frame.

@@ -13,6 +13,9 @@ pub struct OpenRun {
     pub limit_max_bytes: Option<u64>,
     /// Memory nodes that hold a copy of each page, 1 to 3.
     pub replicas: u32,
+    /// Code of the policy by which pages have a copy on a disk node, as the pager gives it; `None`
+    /// if the agent may choose.
+    pub backup: Option<u8>,
     /// Whether the programs continue if the socket closes without [`crate::Frame::CloseRun`],
     /// because the process that opened the run was killed.
     pub outlives_owner: bool,
@@ -31,15 +34,20 @@ pub const LIMIT_MAX_AUTO: u64 = u64::MAX;
 const VERSION_WITH_WAIT: u16 = 22;
 /// The first version with [`OpenRun::limit_max_bytes`].
 pub(crate) const VERSION_WITH_MAX: u16 = 23;
+/// The first version with [`OpenRun::backup`].
+const VERSION_WITH_BACKUP: u16 = 24;
+/// Value of [`OpenRun::limit_max_bytes`] in a form that has one although the agent may choose.
+const ANY_MAX: u64 = 0;
 /// Value of the time in a form that has one although the agent may choose.
 const ANY_WAIT: u64 = u64::MAX;
 
 impl OpenRun {
     pub(crate) fn version(&self) -> u16 {
-        match (self.limit_max_bytes, self.wait_for_room_ms) {
-            (Some(_), _) => VERSION_WITH_MAX,
-            (None, Some(_)) => VERSION_WITH_WAIT,
-            (None, None) => VERSION_OLDEST,
+        match (self.backup, self.limit_max_bytes, self.wait_for_room_ms) {
+            (Some(_), ..) => VERSION_WITH_BACKUP,
+            (None, Some(_), _) => VERSION_WITH_MAX,
+            (None, None, Some(_)) => VERSION_WITH_WAIT,
+            (None, None, None) => VERSION_OLDEST,
         }
     }
 
@@ -54,8 +62,23 @@ impl OpenRun {
             wait_for_room_ms = wait_for_room_ms.filter(|wait_ms| *wait_ms != ANY_WAIT);
             limit_max_bytes = Some(reader.u64()?);
         }
+        let mut backup = None;
+        if version >= VERSION_WITH_BACKUP {
+            limit_max_bytes = limit_max_bytes.filter(|max| *max != ANY_MAX);
+            let code = reader.u32()?;
+            backup = Some(u8::try_from(code).map_err(|_| FrameError::BadField("backup"))?);
+        }
         let name = reader.text()?;
-        Ok(Self { limit_bytes, limit_max_bytes, replicas, outlives_owner, is_strict, wait_for_room_ms, name })
+        Ok(Self {
+            limit_bytes,
+            limit_max_bytes,
+            replicas,
+            backup,
+            outlives_owner,
+            is_strict,
+            wait_for_room_ms,
+            name,
+        })
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
@@ -63,9 +86,13 @@ impl OpenRun {
         out.extend_from_slice(&self.replicas.to_le_bytes());
         out.extend_from_slice(&u32::from(self.outlives_owner).to_le_bytes());
         out.extend_from_slice(&u32::from(self.is_strict).to_le_bytes());
-        let wait_ms = self.wait_for_room_ms.or(self.limit_max_bytes.map(|_| ANY_WAIT));
-        for field in [wait_ms, self.limit_max_bytes].into_iter().flatten() {
+        let max_bytes = self.limit_max_bytes.or(self.backup.map(|_| ANY_MAX));
+        let wait_ms = self.wait_for_room_ms.or(max_bytes.map(|_| ANY_WAIT));
+        for field in [wait_ms, max_bytes].into_iter().flatten() {
             out.extend_from_slice(&field.to_le_bytes());
+        }
+        if let Some(code) = self.backup {
+            out.extend_from_slice(&u32::from(code).to_le_bytes());
         }
         write_text(&self.name, out);
     }

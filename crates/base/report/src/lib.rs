@@ -96,6 +96,18 @@ pub struct RunStatistics {
     /// Bytes that were copied to other memory nodes, because their nodes recall memory.
     #[serde(default)]
     pub moved_bytes: u64,
+    /// The policy by which pages have a copy on a disk node (`--backup`); empty for a run by swap.
+    #[serde(default)]
+    pub backup: String,
+    /// Room of disk nodes that the run occupies.
+    #[serde(default)]
+    pub disk_bytes: u64,
+    /// Slabs that are on a disk now because memory nodes had no room for their replicas.
+    #[serde(default)]
+    pub displaced_slabs: u64,
+    /// Reads and writes that failed because of the disk of a node.
+    #[serde(default)]
+    pub disk_errors: u64,
     /// Memory of the run that memory nodes recall now.
     #[serde(default)]
     pub recalled: Vec<RecalledRunMemory>,
@@ -182,6 +194,9 @@ pub struct TenantStatistics {
     pub mempool_bytes: u64,
     /// Memory that the runs have allocated on memory nodes.
     pub remote_bytes: u64,
+    /// Room of disk nodes that the runs occupy.
+    #[serde(default)]
+    pub disk_bytes: u64,
     /// Faults served, ended runs included.
     pub faults: u64,
     /// Pages filled from the page cache of the host, ended runs included.

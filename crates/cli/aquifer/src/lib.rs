@@ -116,6 +116,7 @@ fn run(given: Option<&Path>, arguments: RunArguments) -> ExitCode {
         local_bytes: arguments.local,
         local_max_bytes: arguments.local_max,
         replicas: arguments.replicas,
+        backup: arguments.backup,
         swap,
         detach: arguments.detach,
         strict: arguments.strict,

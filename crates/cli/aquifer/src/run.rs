@@ -14,6 +14,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 
+use aquifer_agent::Backup;
 use aquifer_ipc::{EXIT_FAILED, OpenRun, RUN_VARIABLE, RunToken, SOCKET_VARIABLE};
 use rustix::process::WaitOptions;
 
@@ -40,6 +41,8 @@ pub struct RunOptions {
     pub local_max_bytes: Option<u64>,
     /// Number of memory nodes that hold a copy of each page.
     pub replicas: u32,
+    /// When pages have a copy on a disk node; `None` for the agent's default.
+    pub backup: Option<Backup>,
     /// Options of the swap device, if the program is paged by kernel swap.
     pub swap: Option<SwapOptions>,
     /// Whether the program continues if this process is killed.
@@ -102,6 +105,9 @@ pub enum RunError {
         "--swap keeps one copy of each page: run without --replicas and AQUIFER_REPLICAS, or without --swap"
     )]
     SwapWithReplicas,
+    /// A swap device has no copies on disks.
+    #[error("--swap keeps no copy on a disk: run without --backup and AQUIFER_BACKUP, or without --swap")]
+    SwapWithBackup,
     /// `--swap` with `--detach`.
     #[error("--swap ends with `aquifer run`: run without --detach, or without --swap")]
     SwapDetached,
@@ -179,6 +185,7 @@ pub fn run(options: &RunOptions) -> Result<i32, RunError> {
     match &options.swap {
         None => run_on_agent(options, program),
         Some(_) if options.replicas > 1 => Err(RunError::SwapWithReplicas),
+        Some(_) if options.backup.is_some() => Err(RunError::SwapWithBackup),
         Some(_) if options.detach => Err(RunError::SwapDetached),
         Some(_) if options.strict => Err(RunError::SwapStrict),
         Some(_) if options.wait_for_room_ms.is_some() => Err(RunError::SwapWait),
@@ -194,6 +201,7 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
         limit_bytes: options.local_bytes,
         limit_max_bytes: options.local_max_bytes,
         replicas: options.replicas,
+        backup: options.backup.map(Backup::code),
         outlives_owner: options.detach,
         is_strict: options.strict,
         wait_for_room_ms: options.wait_for_room_ms,

@@ -5,17 +5,22 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use aquifer_agent::Backup;
 use aquifer_metrics::MetricsAddress;
 use clap::Args;
-use serde::de::{DeserializeOwned, Error as _};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 mod cache_weight;
+mod user_backup;
+mod values;
 
 use crate::cli::{parse_grace_ms, parse_lent_memory, parse_mempool, parse_time_ms};
 use aquifer_ipc::size;
+use values::*;
 
 pub use cache_weight::CacheWeight;
+pub use user_backup::UserBackup;
 
 /// Folder of the settings files that are read if `--config` is not given.
 const FOLDER: &str = "/etc/aquifer";
@@ -273,6 +278,14 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse_or_zero)]
     #[serde(deserialize_with = "bytes_or_zero")]
     pub move_rate: Option<u64>,
+    /// When pages of runs that do not choose have a copy on a disk, if a node lends one: never,
+    /// if-needed or always [default: if-needed]
+    #[arg(long, value_name = "POLICY")]
+    #[serde(deserialize_with = "backup")]
+    pub backup: Option<Backup>,
+    /// Policy of copies on a disk for one user, such as 1000=always; may be given for several
+    #[arg(long, value_name = "UID=POLICY")]
+    pub backup_of: Vec<UserBackup>,
     /// Address and port at which agents of other hosts hand segments over; they must have the
     /// cluster key [default: segments stay on this host]
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -389,6 +402,8 @@ impl Settings for AgentSettings {
             pages_per_user: self.pages_per_user.or(other.pages_per_user),
             pages_share: self.pages_share.or(other.pages_share),
             move_rate: self.move_rate.or(other.move_rate),
+            backup: self.backup.or(other.backup),
+            backup_of: if self.backup_of.is_empty() { other.backup_of } else { self.backup_of },
             segment_listen: self.segment_listen.or(other.segment_listen),
             segment_memory: self.segment_memory.or(other.segment_memory),
             segment_pull_rate: self.segment_pull_rate.or(other.segment_pull_rate),
@@ -433,66 +448,6 @@ fn load<T: DeserializeOwned>(path: &Path) -> Result<T, SettingsError> {
 
 fn parse<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())
-}
-
-fn bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    size::parse(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
-}
-
-fn bytes_or_auto<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    size::parse_or_auto(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
-}
-
-fn bytes_or_zero<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    size::parse_or_zero(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
-}
-
-fn lent_memory<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    parse_lent_memory(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
-}
-
-fn mempool_bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    parse_mempool(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
-}
-
-fn time_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    parse_time_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
-}
-
-fn grace_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    parse_grace_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
-}
-
-fn metrics_address<'de, D: Deserializer<'de>>(from: D) -> Result<Option<MetricsAddress>, D::Error> {
-    String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
-}
-
-fn in_range<'de, T, D>(from: D, min: T, max: T) -> Result<Option<T>, D::Error>
-where
-    T: Deserialize<'de> + PartialOrd + std::fmt::Display,
-    D: Deserializer<'de>,
-{
-    let number = T::deserialize(from)?;
-    if number < min || number > max {
-        return Err(D::Error::custom(format!("{number} is not in {min}..={max}")));
-    }
-    Ok(Some(number))
-}
-
-fn node_number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
-    in_range(from, 1, u16::MAX)
-}
-
-fn heap_node_number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
-    in_range(from, 1, 4095)
-}
-
-fn threads<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
-    in_range(from, 1, 64)
-}
-
-fn operations<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
-    in_range(from, 1, u32::MAX)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! Every user of the host may connect to the shared socket. Only a user's own runs are visible to
 //! it; all runs are visible to root and to the agent's own user.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
 use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
-use aquifer_pager::REPLICAS_MAX;
+use aquifer_pager::{Backup, REPLICAS_MAX};
 use aquifer_report::RunStatistics;
 use aquifer_segments::host::{SegmentHost, programs};
 use parking_lot::{Mutex, MutexGuard};
@@ -134,6 +134,21 @@ pub(crate) struct LentMemory {
     pub governor: Arc<MemoryGovernor>,
     /// See [`crate::AgentOptions::limit_max_bytes`].
     pub limit_max_bytes: Option<u64>,
+    /// See [`crate::AgentOptions::backups`].
+    pub backups: (Backup, BTreeMap<u32, Backup>),
+}
+
+impl LentMemory {
+    /// The request, with the agent's choice where the user has made none.
+    fn complete(&self, open: &OpenRun, uid: u32) -> OpenRun {
+        let (default, of_users) = &self.backups;
+        let backup = of_users.get(&uid).unwrap_or(default).code();
+        OpenRun {
+            limit_max_bytes: open.limit_max_bytes.or(self.limit_max_bytes),
+            backup: open.backup.or(Some(backup)),
+            ..open.clone()
+        }
+    }
 }
 
 impl Connections {
@@ -351,8 +366,7 @@ impl Connections {
         let PeerProcess { pid, uid, pidfd } = peer;
         let owner = RunOwner { socket: Arc::clone(socket), pid, process: pidfd.map(Arc::new) };
         check_max(open.limit_bytes, open.limit_max_bytes)?;
-        let limit_max_bytes = open.limit_max_bytes.or(self.memory.limit_max_bytes);
-        let run = self.service.open_run(&OpenRun { limit_max_bytes, ..open.clone() }, owner, uid)?;
+        let run = self.service.open_run(&self.memory.complete(open, uid), owner, uid)?;
         if run.limit_max_bytes().is_some() {
             self.memory.governor.look_now();
         }

@@ -3,6 +3,7 @@
 mod host_services;
 mod segments;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -30,7 +31,7 @@ use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{HeldKind, KeeperShare};
 use aquifer_keeper::{KeeperClient, KeeperStore};
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
-use aquifer_pager::{CacheShares, Mempool};
+use aquifer_pager::{Backup, CacheShares, Mempool};
 use aquifer_segments::host::SegmentError;
 use parking_lot::Mutex;
 
@@ -86,6 +87,9 @@ pub struct AgentOptions {
     /// Most bytes a second that are moved off memory that nodes recall; 0: no limit. `None`: the
     /// default of the pager.
     pub move_rate: Option<u64>,
+    /// When pages of runs that do not choose have a copy on a disk node: the default, and that of
+    /// some users, by their ids.
+    pub backups: (Backup, BTreeMap<u32, Backup>),
     /// Settings for segments.
     pub segments: SegmentSettings,
     /// Time after the end of this host's lease for which other hosts do not recover it.
@@ -312,7 +316,11 @@ impl Agent {
         };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
-        let memory = LentMemory { governor, limit_max_bytes: options.limit_max_bytes };
+        let memory = LentMemory {
+            governor,
+            limit_max_bytes: options.limit_max_bytes,
+            backups: options.backups.clone(),
+        };
         let connections =
             Connections::new(&services, &nodes, access, heap_tickets, memory).map_err(AgentError::Threads)?;
         host.listeners.add(ListenerKind::Own, listener);

@@ -25,7 +25,7 @@ pub mod shadow;
 mod swap_servers;
 
 pub use aquifer_faults::serve::can_serve_programs;
-pub use aquifer_pager::CacheShares;
+pub use aquifer_pager::{Backup, CacheShares};
 pub use daemon::{AgentError, AgentOptions, SegmentSettings, serve};
 pub use listeners::GATEWAY_COMMAND;
 pub use memory_governor::default_keep_free;

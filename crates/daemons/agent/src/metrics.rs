@@ -88,7 +88,7 @@ struct AgentCollector {
 /// A metric of each row: its name, its help text, and the function that reads its value.
 type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
 
-const RUN_BYTES: [Metric<RunStatistics>; 8] = [
+const RUN_BYTES: [Metric<RunStatistics>; 9] = [
     ("limit", "Limit of the run's resident memory.", |run| run.limit_bytes),
     ("resident", "Resident memory of the run at the last sample.", |run| run.resident_bytes),
     ("resident_peak", "The most resident memory in any sample.", |run| run.resident_peak_bytes),
@@ -96,6 +96,7 @@ const RUN_BYTES: [Metric<RunStatistics>; 8] = [
     ("cached", "Pages of the run in the page cache of the host.", |run| run.cached_bytes),
     ("mempool_blocks", "Blocks of the mempool that the run uses.", |run| run.mempool_bytes),
     ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
+    ("disk", "Room of disk nodes that the run occupies.", |run| run.disk_bytes),
     ("recalled", "Memory of the run that memory nodes recall.", |run| {
         run.recalled.iter().map(|recalled| recalled.bytes).sum()
     }),
@@ -105,7 +106,7 @@ const RUN_BYTES: [Metric<RunStatistics>; 8] = [
 const FAULT_WAITS: [(&str, FaultWait); 3] =
     [("host", FaultWait::Host), ("node", FaultWait::Node), ("room", FaultWait::Room)];
 
-const RUN_COUNTERS: [Metric<RunStatistics>; 16] = [
+const RUN_COUNTERS: [Metric<RunStatistics>; 17] = [
     ("faults", "Page faults served.", |run| run.faults),
     ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
@@ -126,6 +127,7 @@ const RUN_COUNTERS: [Metric<RunStatistics>; 16] = [
     ("moved_bytes", "Bytes copied to other memory nodes because theirs recall memory.", |run| {
         run.moved_bytes
     }),
+    ("disk_errors", "Reads and writes that failed because of the disk of a node.", |run| run.disk_errors),
     ("evictions", "Pages evicted from programs.", |run| run.evictions),
     ("lost_pages", "Pages that could not be read from any replica.", |run| run.lost_pages),
 ];
@@ -143,7 +145,7 @@ const TENANT_GAUGES: [Metric<TenantStatistics>; 2] = [
     ("tenant_processes", "Processes in the tenant's runs.", |tenant| count_u64(tenant.processes)),
 ];
 
-const TENANT_BYTES: [Metric<TenantStatistics>; 5] = [
+const TENANT_BYTES: [Metric<TenantStatistics>; 6] = [
     ("tenant_resident", "Resident memory of the tenant's runs at the last sample.", |tenant| {
         tenant.resident_bytes
     }),
@@ -159,6 +161,7 @@ const TENANT_BYTES: [Metric<TenantStatistics>; 5] = [
     ("tenant_remote", "Memory that the tenant's runs have allocated on memory nodes.", |tenant| {
         tenant.remote_bytes
     }),
+    ("tenant_disk", "Room of disk nodes that the tenant's runs occupy.", |tenant| tenant.disk_bytes),
 ];
 
 const TENANT_COUNTERS: [Metric<TenantStatistics>; 5] = [

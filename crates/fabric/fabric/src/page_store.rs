@@ -23,8 +23,8 @@ pub trait PageStore: Send + Sync + std::fmt::Debug {
     /// other than [`WorkError::Misaligned`] the range may be unreadable.
     ///
     /// # Errors
-    /// [`WorkError::Storage`] if the bytes cannot be written; [`WorkError::Misaligned`] if the store
-    /// has no access of that alignment.
+    /// [`WorkError::Storage`] if the bytes cannot be written; [`WorkError::Misaligned`] if the
+    /// store has no access of that alignment.
     fn write(&self, offset: u64, bytes: &mut [u8]) -> Result<(), WorkError>;
 
     /// Clears a range of the region, of multiples of [`STORED_ALIGN`]: it reads as zeros. No access

@@ -26,7 +26,8 @@ pub struct Registration {
     /// begins after it was stored; [`crate::Target::expel`] waits for those that began before.
     pub map: Option<UnitMap>,
     /// The part of the region that is stored elsewhere than in the memory. A movable region has
-    /// none. Atomics do not reach it, and only the provider [`crate::tcp`] supports it.
+    /// none. Atomics do not reach it, and only the providers [`crate::tcp`] and [`crate::sim`]
+    /// support it.
     pub stored: Option<StoredPages>,
     /// Rights of the region's own key.
     pub access: Access,

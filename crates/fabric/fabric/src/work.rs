@@ -125,8 +125,8 @@ pub enum WorkError {
     /// The receiver has no room for the message. Nothing was done; the endpoint stays usable.
     #[error("the peer's receive queue is full")]
     ReceiverNotReady,
-    /// The peer keeps the bytes on a disk, and could not read or write them; those of a WRITE may be
-    /// lost. The endpoint stays usable.
+    /// The peer keeps the bytes on a disk, and could not read or write them; those of a WRITE may
+    /// be lost. The endpoint stays usable.
     #[error("the peer could not read or write its disk")]
     Storage,
     /// The target has fenced this host: its lease has ended.

@@ -97,6 +97,9 @@ pub enum OpenRunError {
     /// The number of replicas is invalid.
     #[error("--replicas {0} is not possible: give 1 to {REPLICAS_MAX}")]
     Replicas(usize),
+    /// No policy of backups has this code.
+    #[error("{0} is the code of no policy of backups")]
+    Backup(u8),
     /// The agent has [`RUNS_MAX`] runs.
     #[error("this agent already serves {RUNS_MAX} runs: end some first")]
     TooManyRuns,
@@ -251,10 +254,7 @@ impl PagingService {
         if limit_bytes < LIMIT_BYTES_MIN {
             return Err(OpenRunError::LimitTooSmall { limit_bytes });
         }
-        let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
-        if !(1..=REPLICAS_MAX).contains(&replicas) {
-            return Err(OpenRunError::Replicas(replicas));
-        }
+        run::policy_of(open)?;
         let descriptors = self.agent.descriptors().charge(tenant, RUN_DESCRIPTORS)?;
         let mut runs = self.runs.lock();
         if runs.len() >= RUNS_MAX {

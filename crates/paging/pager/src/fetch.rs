@@ -14,7 +14,7 @@ use crate::integrity::page_crc;
 use crate::mutation::Mutation;
 use crate::page::{Location, PAGE_BYTES};
 use crate::ports::{Connector, Ports};
-use crate::slabs::{SlabId, SlabSet, page_of};
+use crate::slabs::{SlabId, SlabSet, is_backup_place, page_of};
 use crate::view;
 
 /// Maximum number of pages of one fetch.
@@ -67,6 +67,13 @@ pub enum FetchError {
         /// The CRC32C of the bytes that were read, at the second attempt.
         found: u32,
     },
+}
+
+impl FetchError {
+    /// Whether some of the pages are unreadable, and others of the node may be readable.
+    fn is_of_pages(&self) -> bool {
+        matches!(self, Self::Refused { cause: WorkError::Storage, .. })
+    }
 }
 
 /// Reads pages into its own buffer. One thread uses it.
@@ -175,15 +182,25 @@ impl Fetcher {
         }
         self.plan_ranges(slabs, locations);
         for number in 0..self.ranges.len() {
-            let range = self.ranges[number];
-            let replica = match self.read_range(slabs, range) {
+            let mut range = self.ranges[number];
+            let mut outcome = self.read_range(slabs, range);
+            if range.first == 0 && range.pages > 1 && outcome.as_ref().is_err_and(FetchError::is_of_pages) {
+                // One of the pages is unreadable, perhaps not the first.
+                range.pages = 1;
+                outcome = self.read_range(slabs, range);
+            }
+            let replica = match outcome {
                 Ok(replica) => replica,
                 Err(error) => return if range.first == 0 { Err(error) } else { Ok(range.first) },
             };
+            let is_cut = range.pages < self.ranges[number].pages;
             for (index, location) in locations.iter().enumerate().skip(range.first).take(range.pages) {
                 if let Err(error) = self.verify(slabs, *location, index, replica) {
                     return if index == 0 { Err(error) } else { Ok(index) };
                 }
+            }
+            if is_cut {
+                return Ok(1);
             }
         }
         Ok(locations.len())
@@ -207,29 +224,25 @@ impl Fetcher {
         }
     }
 
-    /// A replica of the slab that has not failed: preferably one that is not slow or late, starting
-    /// from the slab's number to spread the load. `None` if all have failed.
+    /// A replica of the slab that has not failed: preferably in memory on a node that is not slow
+    /// or late, then a backup, starting from the slab's number to spread the load. `None` if all
+    /// have failed.
     fn choose(&self, slabs: &SlabSet, slab: SlabId) -> Option<ReplicaChoice> {
         let replicas = slabs.replicas(slab);
         let count = replicas.len();
         if count == 1 {
             let replica = replicas.iter().next().filter(|replica| !self.failed.contains(&replica.node))?;
-            return Some(ReplicaChoice { replica, may_change: slabs.replicas_wanted() > 1 });
+            return Some(ReplicaChoice { replica, may_change: slabs.may_have_several_copies() });
         }
-        let mut chosen: Option<Extent> = None;
-        let mut is_slow = false;
-        for turn in 0..count {
-            let replica = replicas.iter().nth((slab.0 as usize + turn) % count)?;
-            if self.failed.contains(&replica.node) {
-                continue;
-            }
-            let slow = slabs.is_slow(replica.node) || self.is_late(replica.node);
-            if chosen.is_none() || is_slow && !slow {
-                chosen = Some(replica);
-                is_slow = slow;
-            }
-        }
-        chosen.map(|replica| ReplicaChoice { replica, may_change: true })
+        let turned = (0..count).map(|turn| (slab.0 as usize + turn) % count);
+        let usable = turned
+            .filter_map(|at| replicas.placed().nth(at))
+            .filter(|(_, replica)| !self.failed.contains(&replica.node));
+        let reluctance = |(place, replica): &(usize, Extent)| {
+            (slabs.is_slow(replica.node) || self.is_late(replica.node), is_backup_place(*place))
+        };
+        let chosen = usable.min_by_key(reluctance);
+        chosen.map(|(_, replica)| ReplicaChoice { replica, may_change: true })
     }
 
     fn is_late(&self, node: NodeId) -> bool {
@@ -274,13 +287,13 @@ impl Fetcher {
     }
 
     /// Whether another replica of a slab should be read because a READ of this node has taken
-    /// `waited`. After [`SLOW_TIMEOUT`] a replica on a slow node counts, too.
+    /// `waited`. After [`SLOW_TIMEOUT`] a backup, or a replica on a slow node, counts, too.
     fn has_alternative(&self, slabs: &SlabSet, slab: SlabId, node: NodeId, waited: Duration) -> bool {
         let may_be_slow = waited >= SLOW_TIMEOUT;
-        slabs.replicas(slab).iter().any(|replica| {
+        slabs.replicas(slab).placed().any(|(place, replica)| {
             let other = replica.node;
             let is_usable = other != node && !self.failed.contains(&other) && !self.is_late(other);
-            is_usable && (may_be_slow || !slabs.is_slow(other))
+            is_usable && (may_be_slow || !slabs.is_slow(other) && !is_backup_place(place))
         })
     }
 

@@ -1,20 +1,25 @@
 //! Chooses the slabs and locations for evicted pages. Slabs are filled in the order of eviction,
 //! and the holes of sparse slabs first.
 
+mod backups;
 mod empty;
-mod recalled;
+mod extents;
+pub(crate) mod recalled;
 mod slab_list;
 mod sparse;
 mod suspended;
 #[cfg(test)]
 mod tests;
 
+use backups::CopyGoal;
+use extents::ExtentRequest;
+pub(crate) use recalled::node_class;
 use slab_list::SlabList;
 pub use sparse::GainThreshold;
 
 use std::sync::Arc;
 
-use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, RecalledMemory, SizeClass};
+use aquifer_pool::{Extent, NodeClass, NodeId, PoolClient, PoolError, RecalledMemory, SizeClass};
 
 use crate::allowance::Allowance;
 use crate::page::Location;
@@ -70,14 +75,24 @@ struct OpenSlab {
     pages: u32,
 }
 
-/// A request for extents of the pool.
+/// A request for the extents of a new slab.
 #[derive(Clone, Copy, Debug)]
-struct ExtentRequest {
+struct SlabRequest {
+    /// The number of pages to be written at once.
+    want: u32,
+    /// Replicas in memory: the number, and the least number.
+    replicas: usize,
+    replicas_min: usize,
+    /// Whether there must be a backup.
+    must_have_backup: bool,
+}
+
+/// The extents of a new slab. There is at least one.
+#[derive(Debug)]
+struct NewSlab {
     class: SizeClass,
-    /// The number of nodes.
-    nodes: usize,
-    /// The maximum number of extents on each node. There is at least one.
-    each: u32,
+    replicas: Vec<Extent>,
+    backup: Option<Extent>,
 }
 
 /// Chooses slabs and pages for one sender.
@@ -87,8 +102,12 @@ pub struct Filler {
     open: Option<OpenSlab>,
     allowance: Allowance,
     in_use: SlabList,
-    /// Slabs in use with fewer replicas than requested.
+    /// Slabs in use with fewer copies than requested.
     degraded: SlabList,
+    /// Slabs in use with a backup that lack replicas in memory.
+    displaced: SlabList,
+    /// Number of slabs that were put there so far.
+    displaced_total: u64,
     /// Empty slabs that are kept for reuse.
     empty: SlabList,
     /// Sparse slabs that the last search found, the emptiest last.
@@ -117,20 +136,20 @@ impl Filler {
     #[must_use]
     pub fn new(slabs: Arc<SlabSet>, seed: u64) -> Self {
         // After a restart of the agent the set may have slabs.
-        let has_slabs = slabs.bytes().0 > 0;
+        let has_slabs = slabs.bytes().0 + slabs.backup_bytes() > 0;
         let numbers: Vec<SlabId> =
             if has_slabs { slabs.in_use().map(|(slab, _)| slab).collect() } else { Vec::new() };
         let used_numbers = numbers.last().map_or(0, |slab| slab.0 + 1);
         let in_use: SlabList = numbers.into_iter().collect();
         let free_numbers = (0..used_numbers).map(SlabId).filter(|slab| !in_use.contains(*slab)).collect();
-        let wanted = slabs.replicas_wanted();
-        let degraded = in_use.iter().filter(|slab| slabs.replicas(*slab).len() < wanted).collect();
-        Self {
+        let mut filler = Self {
             slabs,
             open: None,
             allowance: Allowance::ALL,
             in_use,
-            degraded,
+            degraded: SlabList::default(),
+            displaced: SlabList::default(),
+            displaced_total: 0,
             empty: SlabList::default(),
             candidates: Vec::new(),
             fills_until_search: 0,
@@ -142,7 +161,9 @@ impl Filler {
             free_numbers,
             used_numbers,
             random: seed | 1,
-        }
+        };
+        filler.classify_all();
+        filler
     }
 
     /// Sets the memory that may be allocated from now on.
@@ -199,7 +220,7 @@ impl Filler {
                 self.free_numbers.push(slab);
             }
         }
-        self.update_degraded();
+        self.classify_all();
     }
 
     /// After a restart, adopts the recovered slabs, and returns the nodes that they are on.
@@ -250,9 +271,11 @@ impl Filler {
         self.slabs.clear(slab, place);
     }
 
-    fn update_degraded(&mut self) {
-        let wanted = self.slabs.replicas_wanted();
-        self.degraded = self.in_use.iter().filter(|slab| self.slabs.replicas(*slab).len() < wanted).collect();
+    fn classify_all(&mut self) {
+        (self.degraded, self.displaced) = (SlabList::default(), SlabList::default());
+        for slab in self.in_use.iter().collect::<Vec<_>>() {
+            self.classify(slab);
+        }
     }
 
     /// A replica of any slab on this node.
@@ -261,7 +284,7 @@ impl Filler {
         self.in_use.iter().find_map(|slab| self.slabs.replicas(slab).on(node))
     }
 
-    /// Slabs in use with fewer replicas than requested.
+    /// Slabs in use with fewer copies than requested.
     pub fn degraded(&self) -> impl Iterator<Item = SlabId> {
         self.degraded.iter()
     }
@@ -292,9 +315,7 @@ impl Filler {
     pub fn end_copying(&mut self, pool: &mut PoolClient, slab: SlabId) {
         self.copying = None;
         self.restore_slab(pool, slab);
-        if self.slabs.replicas(slab).len() >= self.slabs.replicas_wanted() {
-            self.degraded.remove(slab);
-        }
+        self.classify(slab);
         if self.slabs.live_pages(slab) == 0 {
             self.free_slabs(pool, &[slab]);
         }
@@ -312,60 +333,75 @@ impl Filler {
             pool.suspect_leak(replica.node);
         }
         self.in_use.insert(slab);
-        self.update_degraded();
+        self.classify_all();
     }
 
-    /// Allocates an extent for one more replica of a slab, on a node that has none of it.
+    /// Allocates an extent for one more replica of a slab in memory, on a node that has none of it.
     pub fn allocate_replica(&mut self, pool: &mut PoolClient, slab: SlabId) -> Option<Extent> {
         let replicas = self.slabs.replicas(slab);
-        let request = ExtentRequest { class: replicas.class()?, nodes: 1, each: 1 };
+        let request = ExtentRequest { class: replicas.class()?, nodes: 1, each: 1, on: NodeClass::Memory };
         self.allocate_on_nodes(pool, request, |node| replicas.on(node).is_none(), &mut NoRoom::NoNodes).pop()
     }
 
     /// Chooses the next slab to fill, with as many replicas as requested and as there are nodes.
     ///
     /// In this order: the emptiest slab that is at most half full, an empty slab, a new slab. If
-    /// there is no memory for all replicas, a slab with fewer; the missing ones are made later. If
-    /// there is no memory at all, the slab with the most holes.
+    /// there is no memory for all replicas, a slab with a backup; then one with fewer replicas. The
+    /// missing ones are made later. If there is no room at all, the slab with the most holes.
     fn next_slab(&mut self, pool: &mut PoolClient, want: u32) -> Result<OpenSlab, NoRoom> {
         let previous = self.open.take().map(|open| open.slab);
         // A slab that became empty while it was open was not recorded as empty.
         if let Some(slab) = previous.filter(|slab| self.slabs.live_pages(*slab) == 0) {
             self.empty.insert(slab);
         }
-        let nodes = pool.nodes().filter(|node| !self.is_suspended(*node)).count();
-        let replicas = self.slabs.replicas_wanted().min(nodes).max(1);
-        if let Some(open) = self.sparse_slab(previous, replicas).or_else(|| self.empty_slab(replicas)) {
-            return Ok(open);
-        }
-        let refused = match self.allocate_slab(pool, want, replicas, replicas) {
+        let is_usable = |node: &NodeId| !self.is_suspended(*node) && !pool.is_disk(*node);
+        let nodes = pool.nodes().filter(is_usable).count();
+        let wanted = self.slabs.replicas_wanted();
+        let replicas = wanted.min(nodes).max(1);
+        let has_disk = self.has_disk_node(pool);
+        // With too few memory nodes, no replica can be made later in place of the backup.
+        let must_have_backup = has_disk && nodes < wanted;
+        let with_backup = has_disk && (must_have_backup || self.must_have_backup());
+        let goal = CopyGoal::Complete { replicas, with_backup };
+        let complete = SlabRequest { want, replicas, replicas_min: replicas, must_have_backup };
+        let refused = match self.slab_for(pool, previous, goal, complete) {
             Err(refused) => refused,
             outcome => return outcome,
         };
-        if replicas > 1 {
-            if let Some(open) = self.sparse_slab(previous, 1).or_else(|| self.empty_slab(1)) {
+        if has_disk {
+            let backed = SlabRequest { replicas_min: 0, must_have_backup: true, ..complete };
+            if let Ok(open) = self.slab_for(pool, previous, CopyGoal::Backup, backed) {
                 return Ok(open);
             }
-            if let Ok(open) = self.allocate_slab(pool, want, replicas, 1) {
+        }
+        if replicas > 1 || with_backup {
+            let fewer = SlabRequest { replicas_min: 1, must_have_backup: false, ..complete };
+            if let Ok(open) = self.slab_for(pool, previous, CopyGoal::Any, fewer) {
                 return Ok(open);
             }
         }
         self.slab_with_holes().ok_or(refused)
     }
 
-    fn allocate_slab(
+    /// The emptiest slab that meets the goal, an empty one, or a new one.
+    fn slab_for(
         &mut self,
         pool: &mut PoolClient,
-        want: u32,
-        replicas: usize,
-        replicas_min: usize,
+        previous: Option<SlabId>,
+        goal: CopyGoal,
+        request: SlabRequest,
     ) -> Result<OpenSlab, NoRoom> {
+        let found = self.sparse_slab(previous, goal).or_else(|| self.empty_slab(goal));
+        found.map_or_else(|| self.allocate_slab(pool, request), Ok)
+    }
+
+    fn allocate_slab(&mut self, pool: &mut PoolClient, request: SlabRequest) -> Result<OpenSlab, NoRoom> {
         let slab = self.free_number()?;
         let _operation = pool.begin_operation();
-        match self.allocate(pool, want, replicas, replicas_min) {
-            Ok(extents) => {
-                self.publish_slab(slab, &extents);
-                Ok(OpenSlab { slab, cursor: 0, pages: extents[0].class.chunks() })
+        match self.allocate(pool, request) {
+            Ok(new) => {
+                self.publish_slab(slab, &new);
+                Ok(OpenSlab { slab, cursor: 0, pages: new.class.chunks() })
             }
             Err(error) => {
                 self.free_numbers.push(slab);
@@ -385,12 +421,10 @@ impl Filler {
         }
     }
 
-    fn publish_slab(&mut self, slab: SlabId, extents: &[Extent]) {
-        self.slabs.publish(slab, extents);
+    fn publish_slab(&mut self, slab: SlabId, new: &NewSlab) {
+        self.slabs.publish(slab, &new.replicas, new.backup);
         self.in_use.insert(slab);
-        if extents.len() < self.slabs.replicas_wanted() {
-            self.degraded.insert(slab);
-        }
+        self.classify(slab);
     }
 
     /// The size class of a new slab: large enough for `want` pages (at most 64), and for at least
@@ -401,115 +435,28 @@ impl Filler {
         u8::try_from(k).expect("at most 9")
     }
 
-    /// Allocates extents of one size on up to `replicas` distinct nodes, of the largest size for
-    /// which there are at least `replicas_min`.
-    fn allocate(
-        &mut self,
-        pool: &mut PoolClient,
-        want: u32,
-        replicas: usize,
-        replicas_min: usize,
-    ) -> Result<Vec<Extent>, NoRoom> {
+    /// Allocates extents of one size on distinct nodes, of the largest size for which there are as
+    /// many as the request demands.
+    fn allocate(&mut self, pool: &mut PoolClient, request: SlabRequest) -> Result<NewSlab, NoRoom> {
+        let SlabRequest { want, replicas, replicas_min, must_have_backup } = request;
         let wanted = self.wanted_class(want);
         let mut refused = NoRoom::NoNodes;
         for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {
             let class = SizeClass::new(k).expect("a valid class");
-            let request = ExtentRequest { class, nodes: replicas, each: 1 };
-            let extents = self.allocate_on_nodes(pool, request, |_| true, &mut refused);
-            if extents.len() >= replicas_min {
-                return Ok(extents);
+            let on_memory = ExtentRequest { class, nodes: replicas, each: 1, on: NodeClass::Memory };
+            let replicas = self.allocate_on_nodes(pool, on_memory, |_| true, &mut refused);
+            let is_enough = replicas.len() >= replicas_min;
+            let mut backup = None;
+            if is_enough && (must_have_backup || self.must_have_backup()) {
+                let on_disk = ExtentRequest { nodes: 1, on: NodeClass::Disk, ..on_memory };
+                backup = self.allocate_on_nodes(pool, on_disk, |_| true, &mut refused).pop();
             }
-            extents.iter().for_each(|extent| free_extents(pool, extent.node, &[*extent]));
+            if is_enough && (backup.is_some() || !must_have_backup) {
+                return Ok(NewSlab { class, replicas, backup });
+            }
+            replicas.iter().for_each(|extent| free_extents(pool, extent.node, &[*extent]));
         }
         Err(refused)
-    }
-
-    /// Allocates the requested extents on nodes for which `may_be_on` returns true; returns fewer
-    /// if there is not enough memory.
-    ///
-    /// Each extent is on the node with more free memory of two random ones. If that node has no
-    /// memory, the others are tried in the order of their free memory. Slow nodes are last, and
-    /// behind them those that recall memory. `refused` receives the last error.
-    fn allocate_on_nodes(
-        &mut self,
-        pool: &mut PoolClient,
-        request: ExtentRequest,
-        may_be_on: impl Fn(NodeId) -> bool,
-        refused: &mut NoRoom,
-    ) -> Vec<Extent> {
-        let mut allocated = Vec::new();
-        let mut nodes_found = 0;
-        let mut nodes: Vec<NodeId> = pool.nodes().filter(|node| may_be_on(*node)).collect();
-        if let Some(away) = nodes.extract_if(.., |node| self.suspended.contains(node)).last() {
-            *refused = NoRoom::Away(away);
-        }
-        nodes.sort_unstable_by_key(|node| {
-            let is_reluctant = (self.recalls_memory(*node), self.slabs.is_slow(*node));
-            (is_reluctant, std::cmp::Reverse(pool.usable_bytes(*node)))
-        });
-        let mut is_first_choice = true;
-        while nodes_found < request.nodes && !nodes.is_empty() {
-            let at = if is_first_choice { self.choose(&nodes) } else { 0 };
-            let node = nodes.remove(at);
-            is_first_choice = false;
-            if let Err(not_allowed) = self.check_allowance(pool, request) {
-                *refused = not_allowed;
-                break;
-            }
-            match pool.allocate_many(node, request.class, request.each) {
-                Ok(extents) => {
-                    self.allowance.spend(request.class.bytes() * extents.len() as u64);
-                    allocated.extend(extents);
-                    nodes_found += 1;
-                    is_first_choice = true;
-                }
-                Err(error) => {
-                    if let PoolError::NodeGone { node, .. } = error {
-                        self.gone_nodes.push(node);
-                    }
-                    match error {
-                        PoolError::Away { node } => *refused = NoRoom::Away(node),
-                        // A node that is away may have free memory, so this error is reported
-                        // before *full*.
-                        _ if matches!(refused, NoRoom::Away(_)) => {}
-                        error => *refused = NoRoom::Pool(error),
-                    }
-                }
-            }
-        }
-        allocated
-    }
-
-    /// Whether the allowance permits a request to one node.
-    fn check_allowance(&self, pool: &PoolClient, request: ExtentRequest) -> Result<(), NoRoom> {
-        let Allowance { bytes_max, leave_free } = self.allowance;
-        let bytes = request.class.bytes() * u64::from(request.each);
-        if bytes > bytes_max {
-            return Err(NoRoom::NotAllowed);
-        }
-        // Most runs need not leave memory free, and so need not sum up the free memory.
-        if leave_free == 0 {
-            return Ok(());
-        }
-        let free_bytes = pool.nodes().map(|node| pool.free_bytes(node)).sum();
-        if free_bytes >= bytes + leave_free { Ok(()) } else { Err(NoRoom::LeftToOthers { free_bytes }) }
-    }
-
-    /// Draws two of the nodes, which are sorted by preference, and returns the index of the better
-    /// one.
-    fn choose(&mut self, nodes: &[NodeId]) -> usize {
-        match nodes.len() {
-            0..=2 => 0,
-            // The nodes are sorted, so the smaller index is the better node.
-            count => self.random_below(count).min(self.random_below(count)),
-        }
-    }
-
-    fn random_below(&mut self, below: usize) -> usize {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        usize::try_from(self.random >> 33).expect("31 bits") % below
     }
 }
 

@@ -3,9 +3,10 @@
 //! (`crates/paging/faults`), which also stands for this memory.
 
 use aquifer_fabric::{Key, Memory};
-use aquifer_pool::{Extent, NodeId, SizeClass};
+use aquifer_pool::{Extent, NodeClass, NodeId, SizeClass};
 use aquifer_tests_support::golden;
 
+use crate::copy_policy::{Backup, CopyPolicy};
 use crate::integrity::page_crc;
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::page::{Location, PAGE_BYTES, PageState, PageWord, Slot};
@@ -98,10 +99,10 @@ fn golden_slab_records() {
     };
     let slabs = SlabSet::with_replicas(3).expect("there is memory");
     let (first, last) = (SlabId(0x0102), SlabId(SLABS_MAX - 1));
-    slabs.publish(first, &[extent(1, 0), extent(0x0203, 0), extent(3, 0)]);
+    slabs.publish(first, &[extent(1, 0), extent(0x0203, 0), extent(3, 0)], None);
     assert!(slabs.drop_replica(first, NodeId(3)));
-    slabs.begin_replica(first, extent(4, 0));
-    slabs.publish(last, &[extent(5, 9), extent(6, 9)]);
+    slabs.begin_replica(first, extent(4, 0), NodeClass::Memory);
+    slabs.publish(last, &[extent(5, 9), extent(6, 9)], None);
     slabs.begin_free(last, 1, 0x2122_2324);
     let pages = [(first, 0), (last, 0), (last, 15), (last, 16), (last, SLAB_PAGES_MAX - 1)];
     for (number, (slab, index)) in (0..).zip(pages) {
@@ -113,7 +114,7 @@ fn golden_slab_records() {
     golden.text("slabs", &format!("{SLABS_MAX} of at most {SLAB_PAGES_MAX} pages, {REPLICAS_MAX} copies"));
     golden.bytes("checksum of 123456789", &page_crc(b"123456789").to_le_bytes());
 
-    let recovered = SlabSet::recover(again(slabs.memory()), 3);
+    let recovered = SlabSet::recover(again(slabs.memory()), CopyPolicy::in_memory(3));
     let nodes = |slab| recovered.replicas(slab).iter().map(|copy| copy.node.0).collect::<Vec<_>>();
     assert_eq!((nodes(first), nodes(last)), (vec![1, 0x0203], vec![5]));
     assert_eq!(recovered.replicas(last).at(0), Some(extent(5, 9)));
@@ -123,6 +124,33 @@ fn golden_slab_records() {
         .collect();
     assert_eq!(left, [(first, 2, extent(4, 0), 0), (last, 1, extent(6, 9), 0x2122_2324)]);
     assert_eq!(recovered.crc(Location::new(last, 16)), 0x3132_3333);
+    golden.check();
+}
+
+#[test]
+fn golden_backup_records() {
+    let mut golden = golden!("backups");
+    let extent = |node, k| Extent {
+        node: NodeId(node),
+        addr: 0x0102_0304_0506_0000 + u64::from(node),
+        class: SizeClass::new(k).expect("there is such a class"),
+        key: Key(0x1112_1314),
+    };
+    let policy = CopyPolicy { replicas: 2, backup: Backup::IfNeeded };
+    golden.text("policy", &policy.encode().to_string());
+    let slabs = SlabSet::with_policy(policy).expect("there is memory");
+    let (first, last) = (SlabId(0x0102), SlabId(SLABS_MAX - 1));
+    slabs.publish(first, &[extent(1, 0)], Some(extent(2, 0)));
+    slabs.publish(last, &[], Some(extent(5, 9)));
+    slabs.begin_replica(last, extent(6, 9), NodeClass::Disk);
+    slabs.begin_free(last, 3, 0x2122_2324);
+    slabs.occupy(Location::new(first, 0), 1);
+    golden.memfd(slabs.memory().fd());
+    let recovered = SlabSet::recover(again(slabs.memory()), policy);
+    assert_eq!(recovered.replicas(first).backup(), Some(extent(2, 0)));
+    assert_eq!((recovered.bytes().0, recovered.backup_bytes()), (4096, 4096));
+    let left: Vec<_> = recovered.unfinished_replicas().map(|left| (left.place, left.inline_log)).collect();
+    assert_eq!(left, [(3, 0x2122_2324), (4, 0)]);
     golden.check();
 }
 

@@ -7,6 +7,7 @@
 //!   resident memory that a run may have.
 //! - `page_cache`, `cached_blocks`, `cache_shares`: pages in blocks that no volume needs, which of
 //!   these blocks go first, and how users share them.
+//! - `copy_policy`: how many copies the pages of a run have, and on which nodes.
 //! - `slabs`, `filler`: extents of the pool that hold pages, shared by the volumes of a run,
 //!   and the choice of the slab that is filled next.
 //! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
@@ -20,6 +21,7 @@ mod allowance;
 mod budget;
 mod cache_shares;
 mod cached_blocks;
+mod copy_policy;
 mod digest;
 mod fetch;
 mod filler;
@@ -49,6 +51,7 @@ pub use allowance::Allowance;
 pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use cache_shares::CacheShares;
+pub use copy_policy::{Backup, CopyPolicy};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::NoRoom;
 pub use integrity::is_zero;

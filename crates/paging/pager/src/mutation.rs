@@ -53,6 +53,12 @@ aquifer_mutation::mutations! {
         DropBeforeCopied,
         /// A WRITE that a node has refused, as it does once the host is fenced, counts as copied.
         MoveFenced,
+        /// The backup of a slab is freed before the replica in memory that replaces it is complete.
+        ReturnEarly,
+        /// A WRITE that the disk of a node has failed counts as written.
+        AcknowledgeDiskError,
+        /// A chunk that the disk of a node could not return is copied as if it had been read.
+        CopyUnreadable,
         /// A replica that was moved while it was read counts as a failure of its node.
         BlameMovedReplica,
         /// A buffer is reused although a READ into it may still complete.

@@ -16,6 +16,7 @@
 mod batch;
 mod collect;
 mod confirm;
+mod copy_task;
 mod heal;
 mod migrate;
 mod repack;
@@ -106,6 +107,16 @@ pub struct SenderStats {
     pub moved_bytes: u64,
     /// Bytes of replicas that nodes recall at present.
     pub recalled_bytes: u64,
+    /// Bytes of disk nodes that the run's slabs occupy.
+    pub backup_bytes: u64,
+    /// Slabs that are on a disk because memory nodes had no room for their replicas.
+    pub displaced_slabs: u64,
+    /// Slabs that were on a disk so far because memory nodes had no room.
+    pub displaced_slabs_total: u64,
+    /// Slabs of which a replica in memory has replaced the backup.
+    pub returned_slabs: u64,
+    /// Operations that failed because of the disk of a node.
+    pub disk_errors: u64,
     /// Number of times that the operations of a node were abandoned because it did not answer.
     pub node_timeouts: u64,
     /// Pages that were written again because a replica had not acknowledged them.
@@ -126,6 +137,8 @@ pub struct Sender {
     lost: Vec<NodeId>,
     /// Nodes that were found to be away, to be suspended.
     away: Vec<NodeId>,
+    /// Nodes whose disk could not be written, with the time at which that is tried again.
+    unwritable: Vec<(NodeId, Duration)>,
     /// Nodes that have answered a probe.
     answering: Vec<NodeId>,
     /// The time of the last check for unanswered operations.
@@ -162,7 +175,7 @@ impl Sender {
         seed: u64,
     ) -> Self {
         pool.register_ledger(&slabs);
-        if slabs.replicas_wanted() > 1 {
+        if slabs.may_have_several_copies() {
             pool.set_answer_timeout(suspend::answer_timeout(&connector));
         }
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
@@ -178,6 +191,7 @@ impl Sender {
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
             away: Vec::new(),
+            unwritable: Vec::new(),
             answering: Vec::new(),
             unanswered_checked_at: Duration::ZERO,
             answer_waits: suspend::AnswerWaits::default(),
@@ -208,11 +222,11 @@ impl Sender {
         self.filler.set_allowance(allowance);
     }
 
-    /// Free and lent bytes of all nodes, as far as this sender knows.
+    /// Free and lent bytes of all memory nodes, as far as this sender knows.
     #[must_use]
     pub fn pool_bytes(&self) -> (u64, u64) {
-        let sum =
-            |of: fn(&PoolClient, NodeId) -> u64| self.pool.nodes().map(|node| of(&self.pool, node)).sum();
+        let memory = || self.pool.nodes().filter(|node| !self.pool.is_disk(*node));
+        let sum = |of: fn(&PoolClient, NodeId) -> u64| memory().map(|node| of(&self.pool, node)).sum();
         (sum(PoolClient::free_bytes), sum(PoolClient::total_bytes))
     }
 
@@ -230,7 +244,13 @@ impl Sender {
     #[must_use]
     pub fn stats(&self) -> SenderStats {
         let degraded_slabs = self.filler.degraded_with_pages() + self.suspended_slabs;
-        SenderStats { degraded_slabs: degraded_slabs as u64, ..self.stats }
+        SenderStats {
+            degraded_slabs: degraded_slabs as u64,
+            backup_bytes: self.slabs.backup_bytes(),
+            displaced_slabs: self.filler.displaced_count() as u64,
+            displaced_slabs_total: self.filler.displaced_total(),
+            ..self.stats
+        }
     }
 
     /// The client of the pool from which slabs are allocated.

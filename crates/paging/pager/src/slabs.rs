@@ -1,43 +1,55 @@
 //! Slabs: extents of the pool that hold evicted pages, shared by the volumes of one run.
 //!
 //! A [`Location`] is a slab's number and a page in the slab. Each location has a reference count
-//! (volumes share locations after a fork) and the CRC32C of its bytes. A slab has one to three
-//! replicas, on distinct nodes. One sender fills the slabs and changes their replicas; any thread
-//! may release a location. The records are in memory that can outlive the daemon. Format:
-//! `docs/formats/paging.md`, "Slab records".
+//! (volumes share locations after a fork) and the CRC32C of its bytes. A slab has up to three
+//! replicas in memory and a backup on a disk, all on distinct nodes. One sender fills the slabs and
+//! changes their replicas; any thread may release a location. The records are in memory that can
+//! outlive the daemon. Format: `docs/formats/paging.md`, "Slab records".
 
+use std::ops::Range;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::Release,
 };
 use std::sync::{Arc, OnceLock};
 
-use aquifer_fabric::{Key, Memory, RemoteAddr};
-use aquifer_pool::{Extent, NodeId, SizeClass};
+use aquifer_fabric::{Key, Memory};
+use aquifer_pool::{Extent, NodeClass, NodeId, SizeClass};
 use parking_lot::Mutex;
 
+use crate::copy_policy::CopyPolicy;
 use crate::mutation::Mutation;
-use crate::page::{Location, PAGE_BYTES};
+use crate::page::Location;
 use crate::page_cache::CacheIndex;
 
 mod activity;
 mod page_records;
+mod places;
 mod recovery;
+mod replicas;
 mod spare_place;
 #[cfg(test)]
 mod tests;
 mod vacating;
 
 pub(crate) use page_records::{LOCATIONS_MAX, number_of as location_number};
+pub use places::is_backup_place;
 pub(crate) use recovery::UnfinishedReplica;
+pub use replicas::{SlabReplicas, page_of};
 
 /// Number of pages of the largest slab (2 MiB). In a [`Location`] the slab's number begins above
 /// the bits for this number.
 pub const SLAB_PAGES_MAX: u32 = 512;
 /// Maximum number of slabs of one run: 128 GiB with slabs of the largest size.
 pub const SLABS_MAX: u32 = 1 << 16;
-/// Maximum number of replicas of a slab.
+/// Maximum number of replicas of a slab in memory. They have the first places of its record.
 pub const REPLICAS_MAX: usize = 3;
+/// The places of a slab's record for a backup on a disk, and for the one that replaces it.
+const BACKUP_PLACES: Range<usize> = REPLICAS_MAX..REPLICAS_MAX + 2;
+/// The place for a replica in memory that replaces one of [`REPLICAS_MAX`].
+const SPARE_PLACE: usize = BACKUP_PLACES.end;
+/// Number of places for replicas in a slab's record.
+const PLACES: usize = SPARE_PLACE + 1;
 
 const ENTRY_BYTES: usize = 64;
 /// Bytes of the record of one replica: address and description.
@@ -49,7 +61,11 @@ const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
 /// Offset of the number of slabs in use, behind all other records: one more than the highest number
 /// of a slab that ever had a replica.
 const USED_OFFSET: usize = PAGES_OFFSET + page_records::BYTES;
-const MEMORY_BYTES: usize = USED_OFFSET + 8;
+/// Offset of the records of the further places, behind the first [`REPLICAS_MAX`], and bytes of one
+/// of them.
+const FURTHER_OFFSET: usize = (USED_OFFSET + 8).next_multiple_of(4096);
+const FURTHER_BYTES: usize = 24;
+const MEMORY_BYTES: usize = FURTHER_OFFSET + SLABS_MAX as usize * (PLACES - REPLICAS_MAX) * FURTHER_BYTES;
 const GENERATION_SHIFT: u32 = 56;
 /// Bit of a description: the extent is not a complete replica, or is being freed. It is neither
 /// read nor written.
@@ -89,69 +105,13 @@ impl Location {
     }
 }
 
-/// The complete replicas of a slab: each holds all pages of the slab.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct SlabReplicas {
-    /// Indexed by the place in the slab's record. A replica keeps its place while it exists.
-    list: [Option<Extent>; REPLICAS_MAX],
-}
-
-impl SlabReplicas {
-    /// The replicas with their places in the slab's record.
-    pub fn placed(self) -> impl Iterator<Item = (usize, Extent)> {
-        self.list
-            .into_iter()
-            .enumerate()
-            .filter_map(|(place, replica)| replica.map(|replica| (place, replica)))
-    }
-
-    /// The replicas.
-    pub fn iter(self) -> impl Iterator<Item = Extent> {
-        self.list.into_iter().flatten()
-    }
-
-    /// The number of replicas.
-    #[must_use]
-    pub fn len(self) -> usize {
-        self.iter().count()
-    }
-
-    /// Whether there is no replica: the slab is not in use.
-    #[must_use]
-    pub fn is_empty(self) -> bool {
-        self.len() == 0
-    }
-
-    /// The replica on a node.
-    #[must_use]
-    pub fn on(self, node: NodeId) -> Option<Extent> {
-        self.iter().find(|replica| replica.node == node)
-    }
-
-    /// The replica at a place of the slab's record.
-    #[must_use]
-    pub fn at(self, place: usize) -> Option<Extent> {
-        self.list[place]
-    }
-
-    /// The size class of the replicas, which is the same for all.
-    #[must_use]
-    pub fn class(self) -> Option<SizeClass> {
-        self.iter().next().map(|replica| replica.class)
-    }
-}
-
-/// The remote address of page `index` of a replica.
-#[must_use]
-pub fn page_of(replica: &Extent, index: u32) -> RemoteAddr {
-    RemoteAddr { addr: replica.addr + u64::from(index) * PAGE_BYTES as u64, key: replica.key }
-}
-
 /// The slabs of one run.
 #[derive(Debug)]
 pub struct SlabSet {
     memory: Memory,
-    replicas_wanted: usize,
+    policy: CopyPolicy,
+    /// Set before the first backup is recorded. Until then nothing looks for backups.
+    has_backups: AtomicBool,
     emptied: Mutex<Vec<SlabId>>,
     /// Set when many slabs have become empty and the sender is not notified yet.
     needs_notification: AtomicBool,
@@ -165,6 +125,7 @@ pub struct SlabSet {
     pages: AtomicU64,
     bytes: AtomicU64,
     bytes_peak: AtomicU64,
+    backup_bytes: AtomicU64,
 }
 
 impl SlabSet {
@@ -184,10 +145,22 @@ impl SlabSet {
     /// # Panics
     /// If `replicas` is 0 or more than [`REPLICAS_MAX`].
     pub fn with_replicas(replicas: usize) -> std::io::Result<Self> {
-        assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
+        Self::with_policy(CopyPolicy::in_memory(replicas))
+    }
+
+    /// Creates an empty set, whose slabs will have the copies of this policy.
+    ///
+    /// # Errors
+    /// If the system gives no address space for the records.
+    ///
+    /// # Panics
+    /// If there are 0 or more than [`REPLICAS_MAX`] replicas.
+    pub fn with_policy(policy: CopyPolicy) -> std::io::Result<Self> {
+        assert!((1..=REPLICAS_MAX).contains(&policy.replicas), "{policy:?}");
         Ok(Self {
             memory: Memory::create("aquifer-slabs", MEMORY_BYTES)?,
-            replicas_wanted: replicas,
+            policy,
+            has_backups: AtomicBool::new(false),
             emptied: Mutex::new(Vec::new()),
             needs_notification: AtomicBool::new(false),
             damaged: Mutex::new(Vec::new()),
@@ -198,6 +171,7 @@ impl SlabSet {
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),
+            backup_bytes: AtomicU64::new(0),
         })
     }
 
@@ -221,10 +195,21 @@ impl SlabSet {
         }
     }
 
-    /// The number of replicas that each slab is to have.
+    /// The number of replicas in memory that each slab is to have.
     #[must_use]
     pub fn replicas_wanted(&self) -> usize {
-        self.replicas_wanted
+        self.policy.replicas
+    }
+
+    /// The copies that each slab is to have.
+    #[must_use]
+    pub fn policy(&self) -> CopyPolicy {
+        self.policy
+    }
+
+    /// Whether a slab may have several copies, so that operations need not wait for one node.
+    pub(crate) fn may_have_several_copies(&self) -> bool {
+        self.policy.copies() > 1
     }
 
     /// The number of locations in use.
@@ -233,16 +218,16 @@ impl SlabSet {
         self.pages.load(Relaxed)
     }
 
-    /// Bytes of the pool that all replicas occupy: the present number and the peak.
+    /// Bytes of disk nodes that backups occupy.
+    #[must_use]
+    pub fn backup_bytes(&self) -> u64 {
+        self.backup_bytes.load(Relaxed)
+    }
+
+    /// Bytes of memory nodes that replicas occupy: the present number and the peak.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.bytes.load(Relaxed), self.bytes_peak.load(Relaxed))
-    }
-
-    /// The number of places for replicas in a slab's record: one more than the replicas wanted, if
-    /// the record has it, for a replica that is made before the one that it replaces is dropped.
-    pub(crate) fn places(&self) -> usize {
-        (self.replicas_wanted + 1).min(REPLICAS_MAX)
     }
 
     /// The complete replicas of a slab, as far as known. A slab with a referenced page has at least
@@ -252,16 +237,16 @@ impl SlabSet {
         let mut states_before = None;
         loop {
             let mut replicas = SlabReplicas::default();
-            for (place, replica) in replicas.list.iter_mut().enumerate().take(self.places()) {
-                *replica = self.replica(slab, place);
+            for place in self.places() {
+                replicas.list[place] = self.replica(slab, place);
             }
             if !replicas.is_empty() {
                 return replicas;
             }
             // If one replica is added while another is dropped, one pass over the places may miss
             // both. There is none if two passes find the same states, and none of them complete.
-            let states: [u64; REPLICAS_MAX] =
-                std::array::from_fn(|place| self.state(slab, place).load(Acquire));
+            let state = |place| self.state(slab, place).load(Acquire);
+            let states: [u64; PLACES] = std::array::from_fn(|place| self.has_place(place).map_or(0, state));
             let is_none = |state: &u64| state & UNFINISHED != 0 || size_of(*state).is_none();
             if states.iter().all(is_none) && states_before == Some(states) {
                 return replicas;
@@ -353,25 +338,31 @@ impl SlabSet {
     }
 
     /// Records extents of one size as the replicas of a slab whose number is free.
-    pub(crate) fn publish(&self, slab: SlabId, replicas: &[Extent]) {
-        assert!((1..=self.replicas_wanted).contains(&replicas.len()), "{} replicas", replicas.len());
+    pub(crate) fn publish(&self, slab: SlabId, replicas: &[Extent], backup: Option<Extent>) {
+        let copies = replicas.len() + usize::from(backup.is_some());
+        assert!(copies > 0 && replicas.len() <= self.policy.replicas, "{} replicas", replicas.len());
         self.unmark(slab);
         self.activity.prepare(slab);
         for replica in replicas {
-            self.add_replica(slab, *replica);
+            self.add_replica(slab, *replica, NodeClass::Memory);
+        }
+        if let Some(backup) = backup {
+            self.add_replica(slab, backup, NodeClass::Disk);
         }
     }
 
-    /// Records a complete replica.
-    pub(crate) fn add_replica(&self, slab: SlabId, replica: Extent) {
-        let place = self.begin_replica(slab, replica);
+    /// Records a complete replica on a node of this class.
+    pub(crate) fn add_replica(&self, slab: SlabId, replica: Extent, class: NodeClass) {
+        let place = self.begin_replica(slab, replica, class);
         self.finish_replica(slab, place);
     }
 
-    /// Records an extent that is to become a replica, and returns its place.
+    /// Records an extent that is to become a replica, on a node of this class, and returns its
+    /// place.
     ///
     /// The extent is recorded before its pages are complete, so that a later agent can free it.
-    pub(crate) fn begin_replica(&self, slab: SlabId, replica: Extent) -> usize {
+    pub(crate) fn begin_replica(&self, slab: SlabId, replica: Extent, class: NodeClass) -> usize {
+        self.has_backups.fetch_or(class == NodeClass::Disk, AcqRel);
         let replicas = self.replicas(slab);
         assert!(
             replicas.on(replica.node).is_none(),
@@ -380,7 +371,11 @@ impl SlabSet {
         );
         let is_free =
             |place: &usize| replicas.at(*place).is_none() && self.unfinished(slab, *place).is_none();
-        let place = (0..self.places()).find(is_free).expect("no more replicas than places");
+        let found = match class {
+            NodeClass::Memory => self.memory_places().find(is_free),
+            NodeClass::Disk => BACKUP_PLACES.into_iter().find(is_free),
+        };
+        let place = found.expect("no more replicas than places");
         self.memory.atomic_u32(USED_OFFSET).fetch_max(slab.0 + 1, Relaxed);
         self.record_replica(slab, place, replica, UNFINISHED);
         place
@@ -407,14 +402,29 @@ impl SlabSet {
         let replica = self.unfinished(slab, place).expect("it was begun");
         let meta = self.state(slab, place);
         meta.store(meta.load(Relaxed) & !UNFINISHED, Release);
+        self.count_replica(place, replica);
+    }
+
+    /// Counts the bytes of a complete replica.
+    fn count_replica(&self, place: usize, replica: Extent) {
         let bytes = replica.class.bytes();
-        let now = self.bytes.fetch_add(bytes, Relaxed) + bytes;
-        self.bytes_peak.fetch_max(now, Relaxed);
+        if is_backup_place(place) {
+            self.backup_bytes.fetch_add(bytes, Relaxed);
+        } else {
+            let now = self.bytes.fetch_add(bytes, Relaxed) + bytes;
+            self.bytes_peak.fetch_max(now, Relaxed);
+        }
+    }
+
+    /// Counts the bytes of a replica that is dropped.
+    fn uncount_replica(&self, place: usize, replica: Extent) {
+        let bytes = if is_backup_place(place) { &self.backup_bytes } else { &self.bytes };
+        bytes.fetch_sub(replica.class.bytes(), Relaxed);
     }
 
     /// The replica that is not complete yet, and its place, if there is one.
     pub(crate) fn unfinished_replica(&self, slab: SlabId) -> Option<(usize, Extent)> {
-        (0..self.places()).find_map(|place| Some((place, self.unfinished(slab, place)?)))
+        self.places().find_map(|place| Some((place, self.unfinished(slab, place)?)))
     }
 
     /// Marks the replica at a place as being freed. It stays recorded until [`Self::clear`], so
@@ -426,7 +436,7 @@ impl SlabSet {
         self.inline_log(slab, place).store(inline_log, Relaxed);
         if let Some(replica) = self.replica(slab, place) {
             self.state(slab, place).fetch_or(UNFINISHED, Release);
-            self.bytes.fetch_sub(replica.class.bytes(), Relaxed);
+            self.uncount_replica(place, replica);
         }
     }
 
@@ -454,7 +464,7 @@ impl SlabSet {
 
     fn forget_replica(&self, slab: SlabId, place: usize, replica: Extent) {
         self.clear(slab, place);
-        self.bytes.fetch_sub(replica.class.bytes(), Relaxed);
+        self.uncount_replica(place, replica);
     }
 
     /// Clears the record at a place.
@@ -538,10 +548,6 @@ impl SlabSet {
         self.memory.atomic_u64(Self::replica_offset(slab, place) + 8)
     }
 
-    fn replica_offset(slab: SlabId, place: usize) -> usize {
-        slab.0 as usize * ENTRY_BYTES + place * REPLICA_BYTES
-    }
-
     fn live(&self, slab: SlabId) -> &AtomicU32 {
         self.memory.atomic_u32(slab.0 as usize * ENTRY_BYTES + LIVE_OFFSET)
     }
@@ -549,7 +555,12 @@ impl SlabSet {
     /// The inline log in the control word of an extent when its free was begun; 0 if no free was
     /// begun.
     fn inline_log(&self, slab: SlabId, place: usize) -> &AtomicU32 {
-        self.memory.atomic_u32(slab.0 as usize * ENTRY_BYTES + RECORDS_OFFSET + place * 4)
+        let at = if place >= REPLICAS_MAX {
+            Self::replica_offset(slab, place) + REPLICA_BYTES
+        } else {
+            slab.0 as usize * ENTRY_BYTES + RECORDS_OFFSET + place * 4
+        };
+        self.memory.atomic_u32(at)
     }
 
     fn references(&self, location: Location) -> &AtomicU32 {

@@ -10,7 +10,9 @@ use aquifer_fabric::sim::{SimFabric, SimNodeId, SimOptions};
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
-use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, WrittenBatch};
+use aquifer_pager::{
+    BLOCK_PAGES, Connector, CopyPolicy, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, WrittenBatch,
+};
 use aquifer_pool::{Extent, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass};
 
 const HOST: Host = Host(1);
@@ -155,7 +157,7 @@ fn scan_for_leaks(agent: &Arc<KillableAgent>, leak_detector: &LeakDetector) {
 fn adopt_recovered(agent: &Arc<KillableAgent>, slabs: &SlabSet, mempool: &Mempool) {
     let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
     let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
-    let slabs = Arc::new(SlabSet::recover(memory, REPLICAS));
+    let slabs = Arc::new(SlabSet::recover(memory, CopyPolicy::in_memory(REPLICAS)));
     let leak_detector = Arc::new(LeakDetector::default());
     leak_detector.register_ledger(&slabs);
     slabs.finish_recovery();

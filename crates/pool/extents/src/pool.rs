@@ -163,13 +163,14 @@ impl ConnectedPool {
         }
     }
 
-    /// The connected nodes that have extents of sessions: not those with a disk, whose memory has no
-    /// atomics and is slow.
+    /// The connected nodes that have extents of sessions: not those with a disk, whose memory has
+    /// no atomics and is slow.
     fn memory_nodes(&self) -> Vec<NodeId> {
         self.client.nodes().filter(|node| !self.client.is_disk(*node)).collect()
     }
 
-    /// All nodes that have extents of sessions. Of two random ones, the one with more free memory comes first.
+    /// All nodes that have extents of sessions. Of two random ones, the one with more free memory
+    /// comes first.
     fn nodes_by_preference(&mut self) -> Vec<NodeId> {
         let mut nodes = self.memory_nodes();
         let count = nodes.len();

@@ -78,7 +78,7 @@ impl Layout {
         Self::new(node, u32::try_from(sections).map_err(|_| FormatError::Sections { sections })?)
     }
 
-    /// The same layout, of a node of another class.
+    /// Changes the class of the node.
     #[must_use]
     pub const fn of_class(self, class: NodeClass) -> Self {
         Self { class, ..self }

@@ -5,14 +5,16 @@ use std::time::Duration;
 
 use aquifer_fabric::reconnecting::AwayPolicy;
 use aquifer_fabric::sim::{Rng, SimFabric, SimNodeId, SimOptions, SimTarget};
-use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
-use aquifer_pager::{Connector, PAGE_BYTES, Sender, page_of};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Memory, PageStore, Target, Tenant};
+use aquifer_pager::{Backup, Connector, CopyPolicy, PAGE_BYTES, Sender, page_of};
 use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::{
-    Extent, FigureTable, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass,
+    CreateStore, Extent, FigureTable, Layout, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress,
+    SizeClass,
 };
 
 use super::absence::{self, NodeAbsence};
+use super::disk::{DiskNode, SimDisk};
 use super::focus::Focus;
 
 /// Bytes of a node: one section. With more sections, a client's first section would depend on the
@@ -85,6 +87,14 @@ const STRAY_FACTORS: [u64; 3] = [1, 2, 8];
 /// Decides whether nodes may be away, by the seed only, so that other schedules do not change.
 const ABSENCES: u64 = 0x61AB_5EAC;
 
+/// Creates the memory of a node, and its store if it is the one with a disk.
+fn new_memory(target: &SimTarget, id: NodeId, disk: Option<&DiskNode>) -> NodeMemory {
+    let store = disk.map(|disk| Arc::clone(&disk.store) as Arc<dyn PageStore>);
+    let create = |_: &Layout| Ok(Arc::clone(store.as_ref().expect("it is a disk node")));
+    let create: Option<CreateStore<'_>> = if store.is_some() { Some(&create) } else { None };
+    NodeMemory::create_resizable(target, id, NODE_BYTES, NODE_BYTES, create).expect("memory")
+}
+
 /// The memory nodes and the faults that were injected.
 #[derive(Debug)]
 pub struct SimCluster {
@@ -106,6 +116,8 @@ pub struct SimCluster {
     /// Set if nodes may be away and return with their memory, and whether any node was away.
     absence: Option<NodeAbsence>,
     pub was_away: bool,
+    /// The last node, if it is a disk node.
+    pub disk: Option<DiskNode>,
     /// Nodes that have fenced our host, because they learned that its lease ended.
     fenced: Vec<bool>,
     /// The epoch of the agent that connects.
@@ -135,11 +147,18 @@ impl SimCluster {
             Focus::Absences => 1,
             _ => [1, 1, 1, 2, 2, 3][rng.index(6)],
         };
-        let count = (replicas + rng.index(3)).max(2);
+        let memory_nodes = (replicas + rng.index(3)).max(2);
+        // Schedules of events and address ranges need no further nodes.
+        let is_of_ranges = [Focus::Events, Focus::Reuse].contains(&focus);
+        let disk = DiskNode::of(seed, memory_nodes).filter(|_| !is_of_ranges);
+        let count = memory_nodes + usize::from(disk.is_some());
         let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
         let node_memories = (0..)
             .zip(&targets)
-            .map(|(id, target)| NodeMemory::create(target, NodeId(id), NODE_BYTES).expect("memory"))
+            .map(|(id, target)| {
+                let disk = disk.as_ref().filter(|disk| disk.node == NodeId(id));
+                new_memory(target, NodeId(id), disk)
+            })
             .collect();
         let may_be_away = match focus {
             Focus::Replicas | Focus::Writes => false,
@@ -162,6 +181,7 @@ impl SimCluster {
             ever_cut: None,
             absence: may_be_away.then(NodeAbsence::default),
             was_away: false,
+            disk,
             fenced: vec![false; count],
             epoch: 1,
             figures: Arc::default(),
@@ -180,8 +200,22 @@ impl SimCluster {
             host: Host(host),
             epoch: self.epoch,
             absence: self.absence.clone(),
-            has_replicas: self.replicas > 1,
+            has_replicas: self.policy().copies() > 1,
         })
+    }
+
+    /// The copies that pages of our host are to have.
+    pub fn policy(&self) -> CopyPolicy {
+        let backup = self.disk.as_ref().map_or(Backup::Never, |disk| disk.backup);
+        CopyPolicy { replicas: self.replicas, backup }
+    }
+
+    /// The memory with the data of a node, at the offsets of its region.
+    fn data_of(&self, node: usize) -> &Memory {
+        match &self.disk {
+            Some(disk) if usize::from(disk.node.0) == node => disk.store.memory(),
+            _ => &self.node_memories[node].memory,
+        }
     }
 
     /// Partitions a node from our hosts, or ends the partition. Returns whether it is partitioned
@@ -298,6 +332,22 @@ impl SimCluster {
         self.alive.iter().filter(|alive| **alive).count()
     }
 
+    /// Whether there are nodes for all copies of a page.
+    pub fn can_have_all_copies(&self) -> bool {
+        let is_disk = |node: &NodeId| self.disk.as_ref().is_some_and(|disk| disk.node == *node);
+        let disks = self.nodes().filter(is_disk).count();
+        let policy = self.policy();
+        self.living() - disks >= policy.replicas && (policy.backup != Backup::Always || disks > 0)
+    }
+
+    /// Lets time pass, after which the sender writes to a disk again that has failed.
+    pub fn await_disk(&self) {
+        const STEP_NS: u64 = 1_000_000;
+        if self.disk.as_ref().is_some_and(|disk| disk.has_failed) {
+            self.fabric.advance_to(self.fabric.now_ns() + STEP_NS);
+        }
+    }
+
     /// Starts a dead node again, without its memory. Returns false if no node is dead.
     pub fn replace_dead_node(&mut self, rng: &mut Rng) -> bool {
         let dead: Vec<_> = (0..self.alive.len()).filter(|node| !self.alive[*node]).collect();
@@ -308,7 +358,14 @@ impl SimCluster {
         let target = self.fabric.add_node();
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)[number] = target.node();
         let id = NodeId(u16::try_from(number).expect("few nodes"));
-        self.node_memories[number] = NodeMemory::create(&target, id, NODE_BYTES).expect("memory");
+        let disk = self.disk.as_mut().filter(|disk| disk.node == id);
+        self.node_memories[number] = match disk {
+            Some(disk) => {
+                disk.store = Arc::new(SimDisk::new(disk.store.next_seed()));
+                new_memory(&target, id, Some(disk))
+            }
+            None => new_memory(&target, id, None),
+        };
         self.targets[number] = target;
         self.alive[number] = true;
         true
@@ -329,7 +386,7 @@ impl SimCluster {
         let node_memory = self.node_memory(extent.node);
         let mut page = [0; PAGE_BYTES];
         let offset = page_of(extent, index).addr - node_memory.region.base;
-        node_memory.memory.read(usize::try_from(offset).expect("small"), &mut page);
+        self.data_of(usize::from(extent.node.0)).read(usize::try_from(offset).expect("small"), &mut page);
         crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &page).try_into().expect("32 bits")
     }
 
@@ -369,23 +426,24 @@ impl SimCluster {
     /// Flips a bit of stored bytes. With replicas it is always the same node, so that the other
     /// replicas are good.
     pub fn damage(&mut self, rng: &mut Rng) -> bool {
-        let before = self.damaged.iter().position(|damaged| *damaged).filter(|_| self.replicas > 1);
+        let has_copies = self.policy().copies() > 1;
+        let before = self.damaged.iter().position(|damaged| *damaged).filter(|_| has_copies);
         let node = before.unwrap_or_else(|| rng.index(self.node_memories.len()));
-        let node_memory = &self.node_memories[node];
-        let data = usize::try_from(node_memory.layout.data_at()).expect("small");
+        let memory = self.data_of(node);
+        let data = usize::try_from(self.node_memories[node].layout.data_at()).expect("small");
         let used = |at: usize| {
             let mut word = [0; 8];
-            node_memory.memory.read(data + at * PAGE_BYTES, &mut word);
+            memory.read(data + at * PAGE_BYTES, &mut word);
             word != [0; 8]
         };
-        let pages = node_memory.memory.len().saturating_sub(data) / PAGE_BYTES;
+        let pages = memory.len().saturating_sub(data) / PAGE_BYTES;
         let Some((page, _)) = super::memory::random_run(rng, pages, 1, used) else {
             return false;
         };
         let offset = data + page * PAGE_BYTES + rng.index(PAGE_BYTES);
         let mut byte = [0];
-        node_memory.memory.read(offset, &mut byte);
-        node_memory.memory.write(offset, &[byte[0] ^ 1 << rng.index(8)]);
+        memory.read(offset, &mut byte);
+        memory.write(offset, &[byte[0] ^ 1 << rng.index(8)]);
         self.damaged[node] = true;
         true
     }
@@ -394,6 +452,12 @@ impl SimCluster {
     /// some replicas can be created.
     pub fn fill_up(&mut self, rng: &mut Rng) {
         let mut nodes: Vec<_> = self.other_host.nodes().collect();
+        // Often the disk node has room for what memory nodes refuse.
+        if let Some(disk) = &mut self.disk
+            && disk.rng.chance(3, 4)
+        {
+            nodes.retain(|node| *node != disk.node);
+        }
         if self.replicas > 1 && rng.chance(3, 4) {
             nodes.remove(rng.index(nodes.len()));
         }

@@ -35,6 +35,12 @@ pub struct PagingCounts {
     /// Nodes that wanted their memory back, and slabs that were moved off them.
     pub withdrawals: u64,
     pub moved_slabs: u64,
+    /// Times that a disk began to fail, accesses that failed therefore, slabs with a backup because
+    /// memory nodes had no room, and slabs that returned to memory.
+    pub disk_failures: u64,
+    pub disk_errors: u64,
+    pub displaced: u64,
+    pub returned: u64,
     /// Pages that were moved out of slabs that were being vacated.
     pub repacked: u64,
     /// Nodes that died while all pages had other replicas, and the number of these that died after
@@ -61,7 +67,7 @@ pub struct PagingCounts {
 }
 
 impl PagingCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 39] {
+    pub fn labelled(&self) -> [(&'static str, u64); 43] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -90,6 +96,10 @@ impl PagingCounts {
             ("pages repaired", self.repaired),
             ("nodes that wanted memory back", self.withdrawals),
             ("slabs moved to other nodes", self.moved_slabs),
+            ("disks that began to fail", self.disk_failures),
+            ("accesses that failed because of a disk", self.disk_errors),
+            ("slabs that went to a disk", self.displaced),
+            ("slabs that returned from a disk", self.returned),
             ("pages moved", self.repacked),
             ("deaths that lost no page", self.survived),
             ("deaths after healing that lost no page", self.survived_after_healing),
@@ -133,6 +143,10 @@ impl PagingCounts {
         self.repaired += other.repaired;
         self.withdrawals += other.withdrawals;
         self.moved_slabs += other.moved_slabs;
+        self.disk_failures += other.disk_failures;
+        self.disk_errors += other.disk_errors;
+        self.displaced += other.displaced;
+        self.returned += other.returned;
         self.repacked += other.repacked;
         self.survived += other.survived;
         self.survived_after_healing += other.survived_after_healing;

@@ -4,6 +4,7 @@
 use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
+use aquifer_fabric::WorkError;
 use aquifer_faults::{
     Area, Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoreMessages,
     MoveOutcome, OtherPrograms, PersistentRanges, ProgramEnded, SenderEvent, UffdMessage, WorkerPort,
@@ -520,7 +521,11 @@ impl Edge for SimEdge {
             }
             FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
         };
-        let is_excused = if world.cluster.replicas == 1 { is_fault } else { self.is_fenced };
+        // A disk that fails is no excuse while memory has the page.
+        let copies = self.fetched.map(|location| world.slabs.replicas(location.slab()));
+        let is_on_disk = copies.is_some_and(|copies| copies.in_memory() == 0);
+        let is_of_disk = matches!(error, FetchError::Refused { cause: WorkError::Storage, .. }) && is_on_disk;
+        let is_excused = if world.cluster.replicas == 1 { is_fault } else { self.is_fenced } || is_of_disk;
         if !is_excused {
             world.failure = Some(format!("page {page:#x} was lost at {node:?} without cause: {error}"));
         }

@@ -17,6 +17,7 @@ pub mod absence;
 pub mod cluster;
 mod counts;
 mod death;
+mod disk;
 mod edge;
 pub mod focus;
 pub mod memory;
@@ -38,7 +39,17 @@ use schedule::run;
 const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",
     play: run,
-    regressions: &[290_254_544_516, 865_554_945_951, 299_394_557_480, 889_168_747_441, 406_009_922_251, 5531],
+    regressions: &[
+        290_254_544_516,
+        865_554_945_951,
+        299_394_557_480,
+        889_168_747_441,
+        406_009_922_251,
+        91_801_522_897,
+        416_515_158_369,
+        444_023_734_228,
+        5531,
+    ],
     mutations: &[
         Mutation::ReclaimUnacknowledged,
         Mutation::KeepDiscarded,
@@ -55,6 +66,9 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::FreeBeforeSwitch,
         Mutation::DropBeforeCopied,
         Mutation::MoveFenced,
+        Mutation::ReturnEarly,
+        Mutation::AcknowledgeDiskError,
+        Mutation::CopyUnreadable,
         Mutation::ReuseLateBuffer,
         Mutation::SkipChecksum,
         Mutation::ForgetRelease,

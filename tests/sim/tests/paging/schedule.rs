@@ -14,6 +14,7 @@ use aquifer_fabric::sim::Rng;
 use super::cluster::SimCluster;
 use super::counts::PagingCounts;
 use super::death::{self, StepKind};
+use super::disk::DiskNode;
 use super::edge::SimEdge;
 use super::focus::Focus;
 use super::memory::{ModelPage, number};
@@ -231,12 +232,13 @@ impl PagingSchedule {
         }
         for _ in 0..ROUNDS_MAX {
             let mut world = self.world.borrow_mut();
-            if world.has_all_replicas() || world.cluster.living() < world.cluster.replicas {
+            if world.has_all_replicas() || !world.cluster.can_have_all_copies() {
                 world.crash();
                 return Ok(());
             }
             world.run_sender();
             world.cluster.fabric.step();
+            world.cluster.await_disk();
         }
         let world = self.world.borrow();
         Err(format!(
@@ -420,6 +422,7 @@ impl PagingSchedule {
             let mut world = self.world.borrow_mut();
             world.is_winding_down = true;
             world.cluster.free_room();
+            world.cluster.disk.iter().for_each(DiskNode::repair);
             if !world.has_room_elsewhere() {
                 // The sender would wait for memory for ever.
                 world.end_withdrawal();

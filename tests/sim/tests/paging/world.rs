@@ -126,7 +126,7 @@ impl PagingWorld {
         let blocks = 1 + rng.index(if focus == Focus::Writes { 2 } else { 6 });
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
-        let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
+        let slabs = Arc::new(SlabSet::with_policy(cluster.policy()).expect("memory"));
         // Without a cache more reads reach memory nodes.
         let (has_cache, is_elastic) = match seed % 5 {
             2 => (true, false),
@@ -313,7 +313,7 @@ impl PagingWorld {
         self.joining = None;
         self.check_cache();
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
-        self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.cluster.replicas));
+        self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.slabs.policy()));
         if self.has_cache {
             self.slabs.set_cache(self.mempool.new_cache_index().expect("memory"));
         }
@@ -354,6 +354,9 @@ impl PagingWorld {
         self.counts.unchanged += sent.unchanged_pages;
         self.counts.copied += sent.copied_slabs;
         self.counts.moved_slabs += sent.moved_slabs;
+        self.counts.disk_errors += sent.disk_errors;
+        self.counts.displaced += sent.displaced_slabs_total;
+        self.counts.returned += sent.returned_slabs;
         self.counts.repaired += sent.repaired_pages;
         self.counts.dropped_nodes += sent.node_timeouts;
         self.counts.rewritten += sent.rewritten_pages;
@@ -375,6 +378,9 @@ impl PagingWorld {
         if !self.is_winding_down {
             self.repack();
         }
+        if let Some(disk) = self.cluster.disk.as_mut().filter(|_| !self.is_winding_down) {
+            self.counts.disk_failures += u64::from(disk.step());
+        }
         if let Some(withdrawal) = self.withdrawal.as_mut().filter(|_| !self.is_winding_down) {
             self.counts.withdrawals += u64::from(withdrawal.step(&mut self.cluster));
         }
@@ -383,7 +389,9 @@ impl PagingWorld {
             trace!("the sender finds no room: {error}");
         }
         // With replicas, nodes that are slow to answer count as away for a while.
-        let may_be_away = self.cluster.was_away || self.cluster.replicas > 1;
+        // So does a node whose disk fails.
+        let has_failed = self.cluster.disk.as_ref().is_some_and(|disk| disk.has_failed);
+        let may_be_away = self.cluster.was_away || self.cluster.policy().copies() > 1 || has_failed;
         let is_excused = match result {
             Err(NoRoom::Away(_)) => may_be_away,
             _ => self.cluster.was_away,
@@ -406,7 +414,7 @@ impl PagingWorld {
     /// Whether what is on a node that wants its memory back can certainly be moved.
     pub fn has_room_elsewhere(&self) -> bool {
         let has_room = self.cluster.living() > self.cluster.replicas;
-        has_room && !self.cluster.has_faults() && !self.cluster.was_away
+        has_room && !self.cluster.has_faults() && !self.cluster.was_away && self.cluster.disk.is_none()
     }
 
     /// Whether no node wants memory back in which our host has pages.
@@ -467,8 +475,9 @@ impl PagingWorld {
     /// page without another replica is lost.
     pub fn damage(&mut self) {
         // A move would carry the damage of the only replica to another node.
-        let may_move = self.cluster.replicas == 1 && self.withdrawal.is_some();
-        if !may_move && (self.cluster.replicas == 1 || self.has_all_replicas()) {
+        let copies = self.cluster.policy().copies();
+        let may_move = copies == 1 && (self.withdrawal.is_some() || self.cluster.disk.is_some());
+        if !may_move && (copies == 1 || self.has_all_replicas()) {
             self.counts.damages += u64::from(self.cluster.damage(&mut self.rng));
         }
     }

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use aquifer_agent::Backup;
 use aquifer_ipc::size;
 use clap::Args;
 
@@ -39,6 +40,10 @@ pub struct RunArguments {
     #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=3))]
     pub replicas: u32,
+    /// When pages have a copy on a disk, if a node lends one: never; if-needed, while memory nodes
+    /// have no room or a replica is missing; or always [default: the agent's, mostly if-needed]
+    #[arg(long, value_name = "POLICY", env = "AQUIFER_BACKUP", hide_env_values = true)]
+    pub backup: Option<Backup>,
     /// Page the program by kernel swap on a device in the pool: for static and set-user-ID
     /// programs; needs root
     #[arg(long)]

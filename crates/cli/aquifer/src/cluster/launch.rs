@@ -115,7 +115,7 @@ pub fn start(
             .args(config.disk_bytes.map(|bytes| format!("--memory={bytes}")))
             .args(config.keep_memory.then(|| format!("--grace={}ms", config.grace_ms)))
             .args(config.disk_port.map(|port| format!("--listen=127.0.0.1:{port}")))
-            // Its pages are encrypted on the disk; on the loopback device nobody else can see them.
+            // Its pages are encrypted on the disk; on the loopback device others cannot see them.
             .arg("--encrypt=false")
             .args(config.directory_flags()),
         Daemon::Node(id) => command

@@ -352,6 +352,10 @@ fn agent(
         pages_per_user: settings.pages_per_user,
         pages_share: settings.pages_share,
         move_rate: settings.move_rate,
+        backups: (
+            settings.backup.unwrap_or_default(),
+            settings.backup_of.iter().map(|user| (user.uid, user.backup)).collect(),
+        ),
         segments: SegmentSettings {
             listen: settings.segment_listen,
             bytes_per_user: settings.segment_memory.unwrap_or(available / 2),

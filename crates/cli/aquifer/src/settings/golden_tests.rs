@@ -48,6 +48,8 @@ fn golden_files_of_settings() {
         pages_per_user: Some(3 << 30),
         pages_share: Some(64 << 20),
         move_rate: Some(20 << 20),
+        backup: Some(aquifer_agent::Backup::Always),
+        backup_of: vec![UserBackup { uid: 1000, backup: aquifer_agent::Backup::Never }],
         segment_listen: Some("10.0.0.1:8".parse().expect("it is an address")),
         segment_memory: Some(3 << 30),
         segment_pull_rate: Some(4 << 20),

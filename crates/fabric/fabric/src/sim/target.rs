@@ -30,14 +30,13 @@ impl SimTarget {
     }
 
     fn register(&self, new: Registration) -> Result<Region, TargetError> {
-        new.check_is_in_memory("the simulated provider")?;
         let len = new.check()?;
         self.with(|node| {
             let (slot, region, grant) = new.place(len, &mut node.keys, &mut node.space)?;
             node.grants.insert(region.key, grant);
-            let Registration { memory, map, scope, table, .. } = new;
+            let Registration { memory, map, stored, scope, table, .. } = new;
             let table = table.map(|table| PlacedTable::at(slot, region.base, &table));
-            let memory = RegionMemory { memory, map, stored: None };
+            let memory = RegionMemory { memory, map, stored };
             node.regions.insert(slot, SimRegion { memory, scope, region: region.clone(), table });
             Ok(region)
         })

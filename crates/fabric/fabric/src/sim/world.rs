@@ -479,6 +479,10 @@ impl FabricWorld {
                 let len = u64::from(local.len);
                 let (memory, offset) = node.remote(link.who, remote, len, Right::Read)?;
                 data.clear();
+                if let Some(store) = memory.store(offset, len)? {
+                    data.resize(local.len as usize, 0);
+                    return store.read(offset, data).map(|()| len);
+                }
                 for part in memory.parts(offset, len) {
                     let (at, bytes) = memory.offset_of(part?);
                     let start = data.len();
@@ -491,6 +495,9 @@ impl FabricWorld {
                 let len = u64::from(local.len);
                 link.payload(local, transfer_max, data)?;
                 let (memory, offset) = node.remote(link.who, remote, len, Right::Write)?;
+                if let Some(store) = memory.store(offset, len)? {
+                    return store.write(offset, data).map(|()| len);
+                }
                 let mut rest = &data[..];
                 for part in memory.parts(offset, len) {
                     let (at, bytes) = memory.offset_of(part?);
@@ -574,6 +581,9 @@ impl SimNode {
             return Err(WorkError::Misaligned);
         }
         let (memory, offset) = self.remote(who, remote, 8, Right::Atomic)?;
+        if memory.store(offset, 8)?.is_some() {
+            return Err(WorkError::RemoteAccess);
+        }
         let (at, _) = memory.offset_of((memory.part(offset, 8)?, 8));
         Ok((&memory.memory, at))
     }

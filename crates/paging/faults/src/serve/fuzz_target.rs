@@ -207,7 +207,7 @@ pub fn record_seeds() -> Vec<(&'static str, Vec<u8>)> {
         limit_bytes: 1 << 30,
         limit_max_bytes: None,
         tenant: 1000,
-        replicas: 2,
+        copies: 2,
         outlives_owner: true,
         is_strict: true,
         wait_for_room_ms: None,

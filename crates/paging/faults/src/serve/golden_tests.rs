@@ -16,7 +16,7 @@ fn golden_records_of_runs_and_programs() {
         limit_bytes: 1,
         limit_max_bytes: Some(4),
         tenant: 2,
-        replicas: 3,
+        copies: 3,
         outlives_owner: true,
         is_strict: true,
         wait_for_room_ms: None,

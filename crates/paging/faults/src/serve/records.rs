@@ -26,7 +26,9 @@ pub(crate) struct RunRecord {
     pub limit_max_bytes: Option<u64>,
     /// User that the run belongs to.
     pub tenant: u32,
-    pub replicas: usize,
+    /// The number of the run's policy of copies; without backups, that of its replicas.
+    #[serde(rename = "replicas")]
+    pub copies: usize,
     /// See [`aquifer_ipc::OpenRun::outlives_owner`].
     pub outlives_owner: bool,
     /// See [`aquifer_ipc::OpenRun::is_strict`].

@@ -16,7 +16,7 @@ use aquifer_channel::kill::kill_as;
 use aquifer_channel::owners;
 use aquifer_channel::{RestoredItem, send_frame};
 use aquifer_ipc::{Frame, HeldKind};
-use aquifer_pager::{BlockId, Budget, Memory, Mempool, PAGE_BYTES, REPLICAS_MAX, SlabSet};
+use aquifer_pager::{BlockId, Budget, CopyPolicy, Memory, Mempool, PAGE_BYTES, SlabSet};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::attachment::{Attachment, shut_down};
@@ -257,10 +257,9 @@ impl RecoveringRun {
         let (Some(slabs), Some(owner)) = (fds.next(), fds.next()) else {
             return Err(io::Error::other("the keeper lacks descriptors of the run"));
         };
-        if !(1..=REPLICAS_MAX).contains(&record.replicas) {
-            return Err(io::Error::other(format!("its record names {} replicas", record.replicas)));
-        }
-        let slabs = SlabSet::recover(Memory::whole(slabs)?, record.replicas);
+        let policy = CopyPolicy::decode(record.copies)
+            .ok_or_else(|| io::Error::other(format!("its record names {} replicas", record.copies)))?;
+        let slabs = SlabSet::recover(Memory::whole(slabs)?, policy);
         slabs.set_cache(mempool.new_cache_index()?);
         let budget = Budget::of_user(record.limit_bytes, mempool.user(owners::owner(record.tenant)));
         if let Some(max_bytes) = record.limit_max_bytes {

@@ -12,7 +12,9 @@ use aquifer_channel::kill::kill_all_as;
 use aquifer_channel::peer::{peer_credentials, peer_pidfd};
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_latency::LatencyHistogram;
-use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, RecalledBytes, SlabSet};
+use aquifer_pager::{
+    Backup, Budget, CopyPolicy, LIMIT_BYTES_MIN, PAGE_BYTES, REPLICAS_MAX, RecalledBytes, SlabSet,
+};
 use aquifer_report::{FaultWaitUs, LatencyUs, RecalledRunMemory, RunStatistics, UnpagedProcess};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
@@ -103,7 +105,7 @@ impl Run {
         descriptors: DescriptorCharge,
     ) -> Result<Arc<Self>, OpenRunError> {
         let OpenRun { limit_bytes, limit_max_bytes, outlives_owner, is_strict, wait_for_room_ms, .. } = *open;
-        let replicas = usize::try_from(open.replicas).map_err(std::io::Error::other)?;
+        let policy = policy_of(open)?;
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())
             .map_err(std::io::Error::from)?;
@@ -113,14 +115,14 @@ impl Run {
             limit_bytes,
             limit_max_bytes: limit_max_bytes.filter(|max| *max > limit_bytes),
             tenant,
-            replicas,
+            copies: policy.encode(),
             outlives_owner,
             is_strict,
             wait_for_room_ms,
             owner_pid: Some(owner.pid),
         };
         let budget = Arc::new(Budget::of_user(limit_bytes, service.mempool.user(descriptors.owner())));
-        let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
+        let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_policy(policy)?));
         slabs.set_cache(service.mempool.new_cache_index()?);
         let run = Self::start(service, id, &record, slabs, budget, owner, descriptors)?;
         run.put_record_in_keeper().inspect_err(|_| run.close())?;
@@ -134,7 +136,7 @@ impl Run {
             limit_bytes: self.limit_bytes.load(Relaxed),
             limit_max_bytes: self.limit_max_bytes(),
             tenant: self.tenant,
-            replicas: self.slabs.replicas_wanted(),
+            copies: self.slabs.policy().encode(),
             outlives_owner: self.outlives_owner,
             is_strict: self.is_strict,
             wait_for_room_ms: self.wait_for_room_ms,
@@ -464,6 +466,10 @@ impl Run {
             vacated_slabs: sent.vacated_slabs,
             repacked_pages: load(&total.repacked),
             moved_bytes: sent.moved_bytes,
+            backup: self.slabs.policy().backup.to_string(),
+            disk_bytes: sent.backup_bytes,
+            displaced_slabs: sent.displaced_slabs,
+            disk_errors: sent.disk_errors,
             recalled: self.recalled(),
             unchanged_pages: sent.unchanged_pages,
             processes: programs.len(),
@@ -523,6 +529,19 @@ const NAME_CHARS_MAX: usize = 64;
 fn printable(name: &str) -> String {
     let is_plain = |symbol: char| symbol.is_alphanumeric() || symbol == ' ' || symbol.is_ascii_punctuation();
     name.chars().take(NAME_CHARS_MAX).map(|symbol| if is_plain(symbol) { symbol } else { '?' }).collect()
+}
+
+/// The copies that a request asks for; without a choice of backups, the usual ones.
+pub(super) fn policy_of(open: &OpenRun) -> Result<CopyPolicy, OpenRunError> {
+    let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
+    if !(1..=REPLICAS_MAX).contains(&replicas) {
+        return Err(OpenRunError::Replicas(replicas));
+    }
+    let backup = match open.backup {
+        Some(code) => Backup::from_code(code).ok_or(OpenRunError::Backup(code))?,
+        None => Backup::default(),
+    };
+    Ok(CopyPolicy { replicas, backup })
 }
 
 #[cfg(test)]

@@ -137,6 +137,8 @@ struct SampledRun {
     /// Whether the owner was notified that the run is over its limit.
     is_excess_notified: bool,
     room_shortage: Option<RoomShortage>,
+    /// Whether the owner was notified that pages are on a disk.
+    is_disk_notified: bool,
     /// The time of the last notice of a shortage to the owner.
     shortage_notified: Option<Instant>,
     /// The time for which a program of the run has waited for a block of the mempool.
@@ -217,6 +219,7 @@ impl SampledRun {
             over_limit: None,
             is_excess_notified: false,
             room_shortage: None,
+            is_disk_notified: false,
             shortage_notified: None,
             mempool_wait: None,
             mempool_wait_notified: None,
@@ -370,6 +373,18 @@ impl SampledRun {
         }
     }
 
+    /// Notifies the owner of a run once that pages of it go to a disk, because memory nodes have no
+    /// room.
+    fn check_disk(&mut self, run: &Run) {
+        if !self.is_disk_notified && run.sender.stats().displaced_slabs > 0 {
+            self.is_disk_notified = true;
+            run.notify_owner(&format!(
+                "the memory nodes have no room for all pages of the program, so some are on a disk, which \
+                 is slower (--backup never: wait instead): {MORE_MEMORY_ADVICE}"
+            ));
+        }
+    }
+
     /// Notifies the owner of a run that pages of it wait for a block of the mempool.
     fn check_mempool(&mut self, run: &Run, programs: &[Arc<Program>]) {
         let now = Instant::now();
@@ -396,6 +411,7 @@ impl SampledRun {
     fn enforce_limit(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         self.check_room(run);
+        self.check_disk(run);
         self.check_mempool(run, programs);
         let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {

@@ -101,6 +101,9 @@ struct SenderShared {
     repaired_pages: AtomicU64,
     vacated_slabs: AtomicU64,
     moved_bytes: AtomicU64,
+    backup_bytes: AtomicU64,
+    displaced_slabs: AtomicU64,
+    disk_errors: AtomicU64,
     recalled: Mutex<Vec<RecalledBytes>>,
     /// Number of shortages of room in the pool so far.
     shortages: AtomicU64,
@@ -203,6 +206,9 @@ impl SenderThread {
             repaired_pages: self.shared.repaired_pages.load(Relaxed),
             vacated_slabs: self.shared.vacated_slabs.load(Relaxed),
             moved_bytes: self.shared.moved_bytes.load(Relaxed),
+            backup_bytes: self.shared.backup_bytes.load(Relaxed),
+            displaced_slabs: self.shared.displaced_slabs.load(Relaxed),
+            disk_errors: self.shared.disk_errors.load(Relaxed),
             ..SenderStats::default()
         }
     }
@@ -223,6 +229,9 @@ impl SenderShared {
             repaired_pages: AtomicU64::new(0),
             vacated_slabs: AtomicU64::new(0),
             moved_bytes: AtomicU64::new(0),
+            backup_bytes: AtomicU64::new(0),
+            displaced_slabs: AtomicU64::new(0),
+            disk_errors: AtomicU64::new(0),
             recalled: Mutex::default(),
             shortages: AtomicU64::new(0),
             is_short_of_room: AtomicBool::new(false),
@@ -367,6 +376,9 @@ impl SenderTurns {
         self.shared.repaired_pages.store(stats.repaired_pages, Relaxed);
         self.shared.vacated_slabs.store(stats.vacated_slabs, Relaxed);
         self.shared.moved_bytes.store(stats.moved_bytes, Relaxed);
+        self.shared.backup_bytes.store(stats.backup_bytes, Relaxed);
+        self.shared.displaced_slabs.store(stats.displaced_slabs, Relaxed);
+        self.shared.disk_errors.store(stats.disk_errors, Relaxed);
         let (recalled, mut published) = (self.send_loop.sender.recalled(), self.shared.recalled.lock());
         if *published != recalled {
             recalled.clone_into(&mut published);

@@ -32,6 +32,7 @@ fn add(tenant: &mut TenantStatistics, run: &RunStatistics) {
     tenant.cached_bytes += run.cached_bytes;
     tenant.mempool_bytes += run.mempool_bytes;
     tenant.remote_bytes += run.remote_bytes;
+    tenant.disk_bytes += run.disk_bytes;
     count(tenant, run);
 }
 
@@ -88,6 +89,10 @@ mod tests {
             vacated_slabs: 0,
             repacked_pages: 0,
             moved_bytes: 0,
+            backup: String::new(),
+            disk_bytes: 5,
+            displaced_slabs: 0,
+            disk_errors: 0,
             recalled: Vec::new(),
             unchanged_pages: 0,
             processes: 2,
@@ -126,6 +131,7 @@ mod tests {
         assert_eq!((now.runs, now.resident_bytes, now.faults, now.lost_pages), (0, 0, 8, 16));
         add(&mut now, &report());
         assert_eq!((now.runs, now.resident_bytes, now.mempool_bytes, now.remote_bytes), (1, 2, 3, 4));
+        assert_eq!(now.disk_bytes, 5);
         assert_eq!((now.faults, now.remote_reads, now.evictions, now.lost_pages), (16, 24, 30, 32));
         assert_eq!(now.cache_hits, 36);
     }

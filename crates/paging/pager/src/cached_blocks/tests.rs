@@ -33,7 +33,7 @@ impl TestRun {
     /// Occupies pages of a new slab. Returns the first.
     fn occupy(&self, slab: u32) -> Location {
         let extent = Extent { node: NodeId(1), addr: 0, class: SizeClass::new(6).unwrap(), key: Key(7) };
-        self.slabs.publish(SlabId(slab), &[extent]);
+        self.slabs.publish(SlabId(slab), &[extent], None);
         (0..PAGES).for_each(|page| self.slabs.occupy(Location::new(SlabId(slab), page), 0));
         Location::new(SlabId(slab), 0)
     }

@@ -2,7 +2,7 @@
 
 use aquifer_pool::PoolClient;
 
-use super::{Filler, OpenSlab, RecordedReplica, free_recorded};
+use super::{CopyGoal, Filler, OpenSlab, RecordedReplica, free_recorded};
 use crate::slabs::SlabId;
 
 /// Empty slabs are kept up to 1/`KEPT_DIVISOR` of the run's pages on memory nodes. None is kept
@@ -50,10 +50,10 @@ impl Filler {
         self.slabs.replicas(slab).class().map_or(0, |class| u64::from(class.chunks()))
     }
 
-    /// Removes an empty slab with at least this number of replicas from those that are kept.
-    pub(super) fn empty_slab(&mut self, replicas_min: usize) -> Option<OpenSlab> {
+    /// Removes an empty slab that meets the goal from those that are kept.
+    pub(super) fn empty_slab(&mut self, goal: CopyGoal) -> Option<OpenSlab> {
         let is_usable = |slab: &SlabId| {
-            self.slabs.replicas(*slab).len() >= replicas_min
+            goal.is_met_by(self.slabs.replicas(*slab))
                 && !self.slabs.is_vacating(*slab)
                 && !self.has_suspended_replica(*slab)
                 && !self.is_recalled(*slab)
@@ -95,6 +95,7 @@ impl Filler {
             }
             self.in_use.remove(slab);
             self.degraded.remove(slab);
+            self.displaced.remove(slab);
             self.free_numbers.push(slab);
         }
         free_recorded(&self.slabs, pool, &mut recorded);

@@ -1,11 +1,11 @@
 //! Recalled slabs: those with a replica in memory that its node recalls. They are not filled, and
 //! the healer moves the replica to another node.
 
-use aquifer_pool::{Extent, NodeId, PoolClient, RecalledMemory};
+use aquifer_pool::{Extent, NodeClass, NodeId, PoolClient, RecalledMemory};
 
 use super::{ExtentRequest, Filler, NoRoom, RecordedReplica, free_recorded};
 use crate::allowance::Allowance;
-use crate::slabs::SlabId;
+use crate::slabs::{SlabId, is_backup_place};
 
 impl Filler {
     /// Sets the memory that nodes recall. Empty slabs there are freed.
@@ -73,20 +73,32 @@ impl Filler {
     pub fn has_other_node(&self, pool: &PoolClient, slab: SlabId) -> bool {
         let replicas = self.slabs.replicas(slab);
         let bytes = replicas.class().map_or(0, aquifer_pool::SizeClass::bytes);
-        let may_have = |node: &NodeId| self.may_receive(slab, *node) && pool.may_have_free(*node, bytes);
+        let class = self.recalled_class(pool, slab);
+        let may_have = |node: &NodeId| {
+            Some(node_class(pool, *node)) == class
+                && self.may_receive(slab, *node)
+                && pool.may_have_free(*node, bytes)
+        };
         pool.nodes().any(|node| may_have(&node))
+    }
+
+    /// The class of the node that recalls a replica of a slab.
+    fn recalled_class(&self, pool: &PoolClient, slab: SlabId) -> Option<NodeClass> {
+        self.recalled_replica(slab).map(|(_, replica)| node_class(pool, replica.node))
     }
 
     fn may_receive(&self, slab: SlabId, node: NodeId) -> bool {
         self.slabs.replicas(slab).on(node).is_none() && !self.recalls_memory(node)
     }
 
-    /// Allocates an extent for the replica of a slab that its node recalls, on another node.
+    /// Allocates an extent for the replica of a slab that its node recalls, on another node of the
+    /// same class.
     ///
     /// What the run may have does not matter, because the old extent is freed for it.
     pub fn allocate_elsewhere(&mut self, pool: &mut PoolClient, slab: SlabId) -> Option<Extent> {
         let class = self.slabs.replicas(slab).class()?;
-        let request = ExtentRequest { class, nodes: 1, each: 1 };
+        let on = self.recalled_class(pool, slab)?;
+        let request = ExtentRequest { class, nodes: 1, each: 1, on };
         let allowance = std::mem::replace(&mut self.allowance, Allowance::ALL);
         let (slabs, recalled) = (std::sync::Arc::clone(&self.slabs), self.recalled.clone());
         let may_receive = |node: NodeId| {
@@ -104,23 +116,32 @@ impl Filler {
         let Some((place, extent)) = found.filter(|_| replicas.len() > 1) else { return false };
         free_recorded(&self.slabs, pool, &mut [RecordedReplica { slab, place, extent }]);
         self.slabs.leave_spare_place(slab);
-        if self.slabs.replicas(slab).len() < self.slabs.replicas_wanted() {
-            self.degraded.insert(slab);
-        }
+        self.classify(slab);
         true
     }
 
     /// Frees replicas beyond those that are wanted: an earlier agent had moved a slab, and not
     /// freed the old replica yet.
     pub(super) fn free_surplus_replicas(&mut self, pool: &mut PoolClient) {
-        let wanted = self.slabs.replicas_wanted();
-        let surplus: Vec<SlabId> =
-            self.in_use.iter().filter(|slab| self.slabs.replicas(*slab).len() > wanted).collect();
-        for slab in surplus {
+        for slab in self.in_use.iter().collect::<Vec<_>>() {
+            let replicas = self.slabs.replicas(slab);
+            let placed = |of_backups: bool| {
+                replicas.placed().filter(move |(place, _)| is_backup_place(*place) == of_backups)
+            };
+            let is_surplus = replicas.in_memory() > self.slabs.replicas_wanted();
             // The new one is the last. A version without moves has not written to it.
-            if let Some(replica) = self.slabs.replicas(slab).iter().last() {
-                self.free_replica(pool, slab, replica.node);
+            let replica = placed(false).last().filter(|_| is_surplus);
+            let second_backup = placed(true).nth(1);
+            let is_unneeded = !self.must_have_backup() && !self.lacks_replica(slab);
+            let unneeded_backup = placed(true).next().filter(|_| is_unneeded);
+            for (_, surplus) in [replica, second_backup, unneeded_backup].into_iter().flatten() {
+                self.free_replica(pool, slab, surplus.node);
             }
         }
     }
+}
+
+/// The class of a node.
+pub(crate) fn node_class(pool: &PoolClient, node: NodeId) -> NodeClass {
+    if pool.is_disk(node) { NodeClass::Disk } else { NodeClass::Memory }
 }

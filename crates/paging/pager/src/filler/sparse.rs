@@ -2,9 +2,9 @@
 
 use std::cmp::Reverse;
 
-use super::{Filler, OpenSlab};
+use super::{CopyGoal, Filler, OpenSlab};
 use crate::page::PAGE_BYTES;
-use crate::slabs::SlabId;
+use crate::slabs::{SlabId, SlabReplicas};
 
 /// Least number of bytes that a round of vacating must free.
 const GAIN_BYTES_MIN: u64 = 64 << 10;
@@ -41,7 +41,7 @@ pub enum GainThreshold {
 #[derive(Clone, Copy, Debug)]
 struct SparseSlab {
     slab: SlabId,
-    replicas: usize,
+    replicas: SlabReplicas,
     live: u32,
     pages: u32,
 }
@@ -54,6 +54,11 @@ impl SparseSlab {
 }
 
 impl Filler {
+    /// Bytes of all copies of all slabs.
+    fn held_bytes(&self) -> u64 {
+        self.slabs.bytes().0 + self.slabs.backup_bytes()
+    }
+
     /// The sparse slabs in use that are at most this full.
     fn sparse_slabs(&self, fill_permille_max: u32) -> impl Iterator<Item = SparseSlab> {
         self.in_use.iter().filter_map(move |slab| self.as_sparse(slab, fill_permille_max))
@@ -68,21 +73,22 @@ impl Filler {
         }
         let replicas = self.slabs.replicas(slab);
         let (live, pages) = (self.slabs.live_pages(slab), replicas.class()?.chunks());
-        let sparse = SparseSlab { slab, replicas: replicas.len(), live, pages };
+        let sparse = SparseSlab { slab, replicas, live, pages };
         (live > 0 && sparse.fill_permille() <= fill_permille_max).then_some(sparse)
     }
 
-    /// Removes the emptiest of the sparse slabs that the last search found, other than `previous`.
+    /// Removes the emptiest of the sparse slabs that the last search found and that meet the goal,
+    /// other than `previous`.
     /// Searches rarely, because a run may have tens of thousands of slabs.
-    pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, replicas_min: usize) -> Option<OpenSlab> {
-        let held_pages = self.slabs.bytes().0 / (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
+    pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, goal: CopyGoal) -> Option<OpenSlab> {
+        let held_pages = self.held_bytes() / (self.slabs.policy().copies() * PAGE_BYTES) as u64;
         let is_well_used = self.slabs.pages() * 1000 >= held_pages * USED_MIN_PERMILLE;
         let max = if is_well_used { SPARSE_PERMILLE } else { HOLED_PERMILLE };
         loop {
             while let Some(slab) = self.candidates.pop() {
                 if let Some(found) = self.as_sparse(slab, max).filter(|_| self.in_use.contains(slab))
                     && Some(slab) != previous
-                    && found.replicas >= replicas_min
+                    && goal.is_met_by(found.replicas)
                 {
                     return Some(OpenSlab { slab, cursor: 0, pages: found.pages });
                 }
@@ -94,7 +100,7 @@ impl Filler {
             self.fills_until_search = self.in_use.len() / SEARCH_DIVISOR;
             let mut found: Vec<SparseSlab> =
                 self.sparse_slabs(max).filter(|one| Some(one.slab) != previous).collect();
-            found.retain(|one| one.replicas >= replicas_min);
+            found.retain(|one| goal.is_met_by(one.replicas));
             if found.is_empty() {
                 return None;
             }
@@ -137,10 +143,10 @@ impl Filler {
     ///
     /// Returns none if that would free less memory than `threshold` demands.
     pub fn slabs_to_vacate(&self, threshold: GainThreshold) -> Vec<SlabId> {
-        let held_bytes = self.slabs.bytes().0;
+        let held_bytes = self.held_bytes();
         let divisor = if threshold == GainThreshold::PoolShort { GAIN_DIVISOR_SHORT } else { GAIN_DIVISOR };
         let wanted_bytes = (held_bytes / divisor).max(GAIN_BYTES_MIN);
-        let live_bytes = self.slabs.pages() * (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
+        let live_bytes = self.slabs.pages() * (self.slabs.policy().copies() * PAGE_BYTES) as u64;
         if held_bytes < live_bytes + wanted_bytes {
             // All holes together are smaller than the memory that must be freed.
             return Vec::new();
@@ -160,7 +166,7 @@ impl Filler {
                 continue;
             }
             let gained_pages = if fits_into_holes { one.pages } else { one.pages - one.live };
-            gain_bytes += u64::from(gained_pages) * (one.replicas * PAGE_BYTES) as u64;
+            gain_bytes += u64::from(gained_pages) * (one.replicas.len() * PAGE_BYTES) as u64;
             // The holes of a slab that is vacated cannot be filled.
             holes = other_holes;
             if fits_into_holes {

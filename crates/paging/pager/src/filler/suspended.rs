@@ -46,8 +46,8 @@ impl Filler {
         if self.suspended.is_empty() {
             return 0;
         }
-        let wanted = self.slabs.replicas_wanted();
-        let is_complete = |slab: &SlabId| self.slabs.replicas(*slab).len() >= wanted;
+        let copies = self.slabs.policy().copies();
+        let is_complete = |slab: &SlabId| self.slabs.replicas(*slab).len() >= copies;
         let counted = self.in_use.iter().filter(|slab| self.slabs.live_pages(*slab) > 0);
         counted.filter(is_complete).filter(|slab| self.has_suspended_replica(*slab)).count()
     }
@@ -67,7 +67,7 @@ impl Filler {
     /// Drops the replica of a slab on a node that lacks a WRITE, if there is another replica.
     pub fn drop_replica(&mut self, slab: SlabId, node: NodeId) {
         if self.slabs.drop_replica(slab, node) {
-            self.degraded.insert(slab);
+            self.classify(slab);
         }
     }
 }

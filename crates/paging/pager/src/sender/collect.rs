@@ -19,6 +19,7 @@ impl Sender {
     /// Polls all ports, applies the completions, and drops the nodes of failed operations.
     pub(super) fn collect(&mut self) {
         let mut completions = std::mem::take(&mut self.completions);
+        let mut unwritable = Vec::new();
         for (node, port) in self.ports.open_ports() {
             completions.clear();
             while port.in_flight > completions.len() && port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0
@@ -39,6 +40,13 @@ impl Sender {
                 } else {
                     Self::apply_completion(&mut self.batches, completion)
                 };
+                if completion.outcome == Err(WorkError::Storage) {
+                    self.stats.disk_errors += 1;
+                    if !is_done {
+                        unwritable.push(node);
+                    }
+                    continue;
+                }
                 let nodes = match completion.outcome {
                     Err(WorkError::Away) => &mut self.away,
                     _ if !is_done => &mut self.lost,
@@ -62,6 +70,7 @@ impl Sender {
         for node in std::mem::take(&mut self.lost) {
             self.drop_node(node);
         }
+        unwritable.into_iter().for_each(|node| self.suspend_writes(node));
         self.end_failed_groups();
     }
 
@@ -70,7 +79,8 @@ impl Sender {
         let number = completion.id >> 16;
         let place = completion.id >> 8 & 0xff;
         let first = usize::try_from(completion.id & 0xff).expect("8 bits");
-        let is_done = completion.outcome.is_ok();
+        let is_done = completion.outcome.is_ok()
+            || completion.outcome == Err(WorkError::Storage) && Mutation::AcknowledgeDiskError.is_active();
         let Some(batch) = batches.iter_mut().find(|batch| batch.number == number) else {
             return is_done;
         };

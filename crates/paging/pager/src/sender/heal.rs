@@ -7,14 +7,16 @@
 //! are copied needlessly, which is harmless. A new replica is marked complete when it has all
 //! pages, and is read and written only then.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::{Completion, EndpointError, Memory, RemoteAddr, Verb, Work, WorkError};
 use aquifer_pool::{Extent, NodeId, PoolClient};
 
+use super::copy_task::{CHUNK_PAGES, CopyKind, CopyStep, CopyTask};
 use super::{HEAL_WORK_ID, Sender};
-use crate::filler::{Filler, RecordedReplica, free_extents, free_recorded};
+use crate::filler::{Filler, RecordedReplica, free_extents, free_recorded, node_class};
 use crate::integrity::page_crc;
 use crate::mempool::BLOCK_PAGES;
 use crate::mutation::Mutation;
@@ -22,9 +24,6 @@ use crate::page::{Location, PAGE_BYTES};
 use crate::slabs::{SlabId, SlabSet, page_of};
 use crate::view;
 
-/// Number of pages that one message copies.
-const CHUNK_PAGES: u32 = 64;
-const _: () = assert!(CHUNK_PAGES as usize == BLOCK_PAGES);
 /// The offset in the buffer to which probes read, behind the pages.
 pub(super) const PROBE_OFFSET: usize = BLOCK_PAGES * PAGE_BYTES;
 pub(super) const PROBE_BYTES: usize = 8;
@@ -59,79 +58,11 @@ pub(super) struct Healer {
     probed: Vec<(NodeId, Option<Extent>)>,
     /// Slabs with a replica that is to be moved, the next one last.
     recalled: Vec<SlabId>,
+    /// Slabs that could not be copied because the disk of a node could not return all pages. They
+    /// are tried again after all others.
+    pub(super) unreadable: HashSet<SlabId>,
     /// The time before which no task begins.
     paused_until: Duration,
-}
-
-/// The copying of one slab to a new replica, or the repair of one page.
-#[derive(Debug)]
-pub(super) struct CopyTask {
-    pub(super) slab: SlabId,
-    pub(super) to: Extent,
-    /// The place of the new replica in the slab's record; `None` for a repair.
-    pub(super) place: Option<usize>,
-    pub(super) kind: CopyKind,
-    /// The chunk that is being copied: its first page, and its number of pages.
-    at: u32,
-    pages: u32,
-    end: u32,
-    /// Places in the slab's record from which the chunk could not be read, as a bit mask.
-    failed_places: u8,
-    /// Whether the chunk is read again because its checksums were wrong in all replicas: the damage
-    /// may have been in transit.
-    is_read_again: bool,
-    /// The place from which the chunk is read.
-    from: usize,
-    pub(super) step: CopyStep,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum CopyKind {
-    /// One page of a replica is damaged.
-    Repair,
-    /// A replica is missing.
-    Missing,
-    /// A replica is moved. Contains the old one, unless it was freed first.
-    Move(Option<Extent>),
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum CopyStep {
-    /// The chunk is read when none of the slab's WRITEs is in flight.
-    Ready,
-    Reading,
-    Read,
-    Writing,
-    Written,
-    /// All is copied, and the new replica is in use. The old one is freed when no operation on it
-    /// is in flight.
-    Switching,
-    /// A node has failed.
-    Failed,
-}
-
-impl CopyTask {
-    /// The task to copy all pages of a slab to the extent that is recorded at `place`.
-    pub(super) fn new(slab: SlabId, (to, place): (Extent, usize), kind: CopyKind) -> Self {
-        Self {
-            slab,
-            to,
-            place: Some(place),
-            kind,
-            at: 0,
-            pages: 0,
-            end: to.class.chunks(),
-            failed_places: 0,
-            is_read_again: false,
-            from: 0,
-            step: CopyStep::Ready,
-        }
-    }
-
-    /// Whether the task moves a replica.
-    pub(super) const fn is_move(&self) -> bool {
-        matches!(self.kind, CopyKind::Move(_))
-    }
 }
 
 impl Healer {
@@ -205,6 +136,7 @@ impl Healer {
         completion: &Completion,
     ) -> bool {
         let mut is_done = completion.outcome.is_ok();
+        let is_of_disk = completion.outcome == Err(WorkError::Storage);
         if Self::is_probe(completion) {
             let read = self.probed.extract_if(.., |(other, _)| *other == node).last();
             let read = read.and_then(|(_, read)| read);
@@ -214,16 +146,20 @@ impl Healer {
             // The slab was freed after the probe was posted, so its key is dead, and the failure
             // is none of the node.
             let was_freed = completion.outcome == Err(WorkError::RemoteAccess) && read != replica;
-            return is_done || was_freed;
+            return is_done || was_freed || is_of_disk;
         } else if let Some(task) = &mut self.task {
             is_done |= task.step == CopyStep::Writing && Mutation::MoveFenced.is_active();
             task.step = match (task.step, is_done) {
                 (CopyStep::Reading, true) => CopyStep::Read,
+                (CopyStep::Reading, false) if is_of_disk && Mutation::CopyUnreadable.is_active() => {
+                    CopyStep::Read
+                }
+                (CopyStep::Reading, false) if is_of_disk => CopyStep::Unreadable,
                 (CopyStep::Writing, true) => CopyStep::Written,
                 _ => CopyStep::Failed,
             };
         }
-        is_done
+        is_done || is_of_disk
     }
 }
 
@@ -238,8 +174,14 @@ impl Sender {
         if !self.healer.is_stopped {
             self.update_recalled_memory();
         }
-        if self.slabs.replicas_wanted() > 1 && !self.healer.is_stopped {
+        self.resume_writable_nodes();
+        if self.healer.is_stopped {
+            return;
+        }
+        if self.slabs.may_have_several_copies() {
             self.probe_nodes();
+        } else if self.filler.displaced_count() > 0 || self.filler.degraded_count() > 0 {
+            self.healer.search_soon();
         }
     }
 
@@ -321,11 +263,13 @@ impl Sender {
                 false
             }
             CopyStep::Read => self.write_chunk(&mut task),
+            CopyStep::Unreadable => self.read_elsewhere(&mut task),
             CopyStep::Written => {
                 self.stats.repaired_pages += u64::from(task.place.is_none());
                 task.at += task.pages;
                 task.failed_places = 0;
                 task.is_read_again = false;
+                task.chunk_pages = CHUNK_PAGES;
                 if task.is_move() {
                     self.stats.moved_bytes += u64::from(task.pages) * PAGE_BYTES as u64;
                 }
@@ -354,6 +298,9 @@ impl Sender {
         if self.healer.should_search && !is_pool_full {
             task = self.next_repair().or_else(|| self.next_copy_task());
             self.healer.should_search = task.is_some();
+            if task.is_none() {
+                self.healer.unreadable.clear();
+            }
         }
         // A move needs no memory beyond what it frees, so it need not wait until the run has room.
         let Some(task) = task.or_else(|| self.next_move()) else { return false };
@@ -385,6 +332,7 @@ impl Sender {
                     is_read_again: false,
                     at,
                     pages: 1,
+                    chunk_pages: 1,
                     end: at + 1,
                     failed_places,
                     from: 0,
@@ -396,23 +344,40 @@ impl Sender {
         None
     }
 
-    /// The task to copy the slab with the fewest replicas for which a node has free memory.
+    /// The task to copy the slab with the fewest replicas for which a node has room.
     pub(super) fn next_copy_task(&mut self) -> Option<CopyTask> {
-        let Self { filler, slabs, pool, .. } = self;
+        let Self { filler, slabs, pool, healer, .. } = self;
         let can_be_copied = |slab: &SlabId| {
             let replicas = slabs.replicas(*slab);
             let is_target = |node| replicas.on(node).is_none() && !filler.is_suspended(node);
             slabs.live_pages(*slab) > 0
+                && !healer.unreadable.contains(slab)
                 && replicas.iter().any(|replica| !filler.is_suspended(replica.node))
                 && pool.nodes().any(is_target)
         };
         let mut candidates: Vec<SlabId> = filler.degraded().filter(can_be_copied).collect();
         candidates.sort_by_key(|slab| slabs.replicas(*slab).len());
-        let slab = *candidates.get(self.healer.failed_searches % candidates.len().max(1))?;
+        let Some(slab) = candidates.get(self.healer.failed_searches % candidates.len().max(1)) else {
+            return self.next_return();
+        };
         self.healer.failed_searches += 1;
-        let copy = self.begin_copy(slab, |filler, pool| filler.allocate_replica(pool, slab))?;
+        let copy = self.begin_missing_copy(*slab)?;
         self.healer.failed_searches = 0;
-        Some(CopyTask::new(slab, copy, CopyKind::Missing))
+        Some(CopyTask::new(*slab, copy, CopyKind::Missing))
+    }
+
+    /// Begins the copy that a slab lacks: a replica in memory if there is room for it, or else a
+    /// backup.
+    fn begin_missing_copy(&mut self, slab: SlabId) -> Option<(Extent, usize)> {
+        let in_memory = if self.filler.lacks_replica(slab) {
+            self.begin_copy(slab, |filler, pool| filler.allocate_replica(pool, slab))
+        } else {
+            None
+        };
+        if in_memory.is_some() || !self.filler.lacks_backup(slab) {
+            return in_memory;
+        }
+        self.begin_copy(slab, |filler, pool| filler.allocate_backup(pool, slab))
     }
 
     /// Allocates the extent of a new replica by `allocate`, records the extent, and returns it with
@@ -426,7 +391,9 @@ impl Sender {
         let to = allocate(&mut self.filler, &mut self.pool);
         let gone = self.filler.drain_gone_nodes();
         if gone.is_empty() {
-            return to.map(|to| (to, self.slabs.begin_replica(slab, to)));
+            let to = to?;
+            let class = node_class(&self.pool, to.node);
+            return Some((to, self.slabs.begin_replica(slab, to, class)));
         }
         // The slab may have lost its last replica thereby, or may be removed. The next search
         // starts again.
@@ -446,7 +413,7 @@ impl Sender {
             return false;
         };
         task.at = at;
-        task.pages = CHUNK_PAGES.min(task.end - at);
+        task.pages = task.chunk_pages.min(task.end - at);
         let replicas = self.slabs.replicas(task.slab);
         let can_be_read = |(place, replica): &(usize, Extent)| {
             task.failed_places & 1 << place == 0 && !self.filler.is_suspended(replica.node)
@@ -455,6 +422,23 @@ impl Sender {
         task.from = place;
         task.step = CopyStep::Reading;
         self.move_chunk(task, &from)
+    }
+
+    /// Reads a chunk from another replica, because a disk could not return it; if there is none,
+    /// page by page.
+    fn read_elsewhere(&mut self, task: &mut CopyTask) -> bool {
+        task.failed_places |= 1 << task.from;
+        let others = self.slabs.replicas(task.slab);
+        if others.placed().any(|(place, _)| task.failed_places & 1 << place == 0) {
+            return self.read_chunk(task);
+        }
+        if task.pages > 1 {
+            (task.chunk_pages, task.failed_places) = (1, 0);
+            return self.read_chunk(task);
+        }
+        // The disk may return the page later. Until then a copy would lack it.
+        self.healer.unreadable.insert(task.slab);
+        false
     }
 
     /// Posts the WRITE of a chunk if its checksums match. Otherwise reads the chunk from another

@@ -6,8 +6,8 @@
 //! fenced. Locations do not change, and no write waits: a slab that is copied is not filled. A
 //! reader that finds the old replica gone reads the new one.
 //!
-//! A record has no place for a fourth replica. Of a slab with three, the old one is freed when the
-//! extent of the new one is allocated.
+//! Records of an earlier version have no place for a fourth replica. Of a slab with three, the old
+//! one is freed there when the extent of the new one is allocated.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use std::sync::Arc;
 use aquifer_pool::NodeId;
 
 use super::Sender;
-use super::heal::{CopyKind, CopyStep, CopyTask};
+use super::copy_task::{CopyKind, CopyStep, CopyTask};
 use crate::filler::{RecordedReplica, free_recorded};
 use crate::move_rate::MoveRate;
 use crate::mutation::Mutation;
-use crate::slabs::REPLICAS_MAX;
+use crate::slabs::{REPLICAS_MAX, SlabId, is_backup_place};
 
 /// Memory of a run that a node recalls.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -78,7 +78,9 @@ impl Sender {
             let Some((old_place, old)) = self.filler.recalled_replica(slab) else { continue };
             let is_readable =
                 self.slabs.replicas(slab).iter().any(|replica| !self.filler.is_suspended(replica.node));
-            let is_free_first = self.slabs.replicas(slab).len() == REPLICAS_MAX;
+            let is_free_first = self.slabs.spare_place().is_none()
+                && !is_backup_place(old_place)
+                && self.slabs.replicas(slab).in_memory() == REPLICAS_MAX;
             let must_wait = is_free_first && self.is_writing(slab);
             if !is_readable || must_wait || self.slabs.live_pages(slab) == 0 {
                 continue;
@@ -111,6 +113,34 @@ impl Sender {
         None
     }
 
+    /// The task to make a replica in memory of a slab that has a backup instead. `None` if there is
+    /// none, if memory nodes have little room, or if enough is moved already.
+    pub(super) fn next_return(&mut self) -> Option<CopyTask> {
+        if self.filler.displaced_count() == 0 || !self.filler.has_room_to_return(&self.pool) {
+            return None;
+        }
+        self.filler.free_empty_displaced(&mut self.pool);
+        let Self { filler, slabs, healer, .. } = self;
+        let is_readable = |slab: &SlabId| {
+            slabs.live_pages(*slab) > 0
+                && !healer.unreadable.contains(slab)
+                && slabs.replicas(*slab).iter().any(|replica| !filler.is_suspended(replica.node))
+        };
+        // The slab that was used last is needed most.
+        let slab = filler.displaced().filter(is_readable).max_by_key(|slab| slabs.touched_at(*slab))?;
+        let bytes = slabs.replicas(slab).class()?.bytes();
+        if !self.move_rate.spend(bytes, self.ports.now()) {
+            return None;
+        }
+        let copy = self.begin_copy(slab, |filler, pool| filler.allocate_replica(pool, slab))?;
+        let old = self.filler.replaceable_backup(slab);
+        if let Some(old) = old.filter(|_| Mutation::ReturnEarly.is_active()) {
+            self.filler.free_replica(&mut self.pool, slab, old.node);
+        }
+        let kind = old.map_or(CopyKind::Missing, |old| CopyKind::Move(Some(old)));
+        Some(CopyTask::new(slab, copy, kind))
+    }
+
     /// Makes the copy of a moved slab a complete replica. Returns false if the task does not move a
     /// slab, or has not copied all of it.
     pub(super) fn begin_switch(&mut self, task: &mut CopyTask) -> bool {
@@ -131,7 +161,11 @@ impl Sender {
             && replicas.on(old.node) == Some(old)
         {
             self.filler.free_replica(&mut self.pool, task.slab, old.node);
-            self.stats.moved_slabs += 1;
+            if self.pool.is_disk(old.node) && !self.pool.is_disk(task.to.node) {
+                self.stats.returned_slabs += 1;
+            } else {
+                self.stats.moved_slabs += 1;
+            }
         }
         // The old one may have been lost meanwhile.
         self.slabs.leave_spare_place(task.slab);

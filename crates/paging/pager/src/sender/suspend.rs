@@ -31,6 +31,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_millis(50);
 /// flight. The timeout of batches doubles up to this one with each timeout, so that a busy machine
 /// does not drop and make replicas all the time.
 const ANSWER_TIMEOUT_MAX: Duration = Duration::from_secs(1);
+/// Time without an answer of a disk node after which its operations are abandoned: a busy disk
+/// takes longer than a network.
+const DISK_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time for which nothing is written to a node whose disk could not be written.
+const UNWRITABLE_TIME: Duration = Duration::from_secs(5);
 /// Time without a timeout after which the timeout of batches is the shortest again.
 const TIMEOUT_RESET_TIME: Duration = Duration::from_secs(10);
 /// Longest time between two calls that counts, so that a pause of this process does not cause
@@ -92,6 +97,23 @@ impl Sender {
         }
     }
 
+    /// Suspends a node whose disk could not be written. Its pages are read as before.
+    pub(super) fn suspend_writes(&mut self, node: NodeId) {
+        if self.uses_node(node) && self.filler.suspend(node) {
+            tracing::warn!(node = node.0, "node cannot write its disk; writing to other nodes for a while");
+            self.unwritable.push((node, self.ports.now() + UNWRITABLE_TIME));
+            self.count_suspended_slabs();
+        }
+    }
+
+    /// Uses the nodes again whose disk could not be written some time ago.
+    pub(super) fn resume_writable_nodes(&mut self) {
+        let now = self.ports.now();
+        let due: Vec<(NodeId, Duration)> =
+            self.unwritable.extract_if(.., |(_, until)| *until <= now).collect();
+        due.into_iter().for_each(|(node, _)| self.resume_node(node));
+    }
+
     /// Counts the slabs with a replica on a suspended node, for the statistics. With many slabs, a
     /// count at each call of [`Self::stats`] would take too long.
     pub(super) fn count_suspended_slabs(&mut self) {
@@ -101,7 +123,7 @@ impl Sender {
     /// With several replicas, opens the port to a node that has just answered. A connection at the
     /// first WRITE would wait if the node does not answer then.
     pub(super) fn open_port_early(&mut self, node: NodeId) {
-        if self.slabs.replicas_wanted() > 1
+        if self.slabs.may_have_several_copies()
             && let Err(error) = self.ports.port(node)
         {
             tracing::debug!(node = node.0, %error, "cannot connect to a memory node yet");
@@ -110,6 +132,9 @@ impl Sender {
 
     /// Uses a node again that has answered a probe.
     pub(super) fn resume_node(&mut self, node: NodeId) {
+        if self.unwritable.iter().any(|(other, _)| *other == node) {
+            return;
+        }
         if self.filler.resume(node) {
             tracing::info!(node = node.0, "memory node answers again");
             self.slabs.set_slow(node, false);
@@ -122,14 +147,14 @@ impl Sender {
     /// `None` if there is no such time.
     #[must_use]
     pub fn call_interval(&self) -> Option<Duration> {
-        let awaits_answers = self.slabs.replicas_wanted() > 1 && !self.batches.is_empty();
+        let awaits_answers = self.slabs.may_have_several_copies() && !self.batches.is_empty();
         (awaits_answers || self.healer.is_delayed()).then_some(CALL_INTERVAL)
     }
 
     /// Abandons the operations on nodes that do not answer, if other nodes have acknowledged the
     /// same page groups.
     pub(super) fn abandon_unanswered(&mut self) {
-        if self.slabs.replicas_wanted() == 1 {
+        if !self.slabs.may_have_several_copies() {
             return;
         }
         let now = self.ports.now();
@@ -139,6 +164,7 @@ impl Sender {
             if self.batches.is_empty() { ANSWER_TIMEOUT_MAX } else { self.answer_waits.timeout(now) };
         for (node, port) in self.ports.open_ports() {
             port.unanswered += if port.in_flight > 0 { passed } else { Duration::ZERO };
+            let timeout = if self.pool.is_disk(node) { timeout.max(DISK_ANSWER_TIMEOUT) } else { timeout };
             let is_late = port.unanswered >= timeout && !port.endpoint.is_away();
             if is_late && !self.batches.iter().any(|batch| batch.awaits_others_with(&self.slabs, node)) {
                 tracing::debug!(node = node.0, in_flight = port.in_flight, "memory node timed out");

@@ -11,7 +11,8 @@ use aquifer_fabric::Memory;
 use aquifer_pool::{Extent, Ledger, SizeClass};
 use parking_lot::Mutex;
 
-use super::{REPLICAS_MAX, SlabId, SlabSet};
+use super::{MEMORY_BYTES, REPLICAS_MAX, SlabId, SlabSet};
+use crate::copy_policy::{Backup, CopyPolicy};
 use crate::page::Location;
 
 /// A recorded extent that is not a complete replica, because an earlier agent had begun to fill or
@@ -29,11 +30,8 @@ impl Ledger for SlabSet {
     /// All recorded extents, also those that are being filled or freed.
     fn extents(&self, each: &mut dyn FnMut(Extent)) {
         for slab in self.numbers() {
-            // A record may move from the spare place, the last, to another one meanwhile.
-            (0..self.places())
-                .rev()
-                .filter_map(|place| self.extent_at_place(slab, place))
-                .for_each(&mut *each);
+            // A record may move from a spare place to a usual one meanwhile.
+            self.places().rev().filter_map(|place| self.extent_at_place(slab, place)).for_each(&mut *each);
         }
     }
 }
@@ -50,13 +48,17 @@ impl SlabSet {
     /// All volumes must be recovered before [`Self::finish_recovery`].
     ///
     /// # Panics
-    /// If `replicas` is 0 or more than [`REPLICAS_MAX`].
+    /// If there are 0 or more than [`REPLICAS_MAX`] replicas.
     #[must_use]
-    pub fn recover(memory: Memory, replicas: usize) -> Self {
-        assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
+    pub fn recover(memory: Memory, policy: CopyPolicy) -> Self {
+        assert!((1..=REPLICAS_MAX).contains(&policy.replicas), "{policy:?}");
+        // The records of a version without backups have no room for any.
+        let policy =
+            if memory.len() < MEMORY_BYTES { CopyPolicy::in_memory(policy.replicas) } else { policy };
         let slabs = Self {
             memory,
-            replicas_wanted: replicas,
+            policy,
+            has_backups: AtomicBool::new(policy.backup != Backup::Never),
             emptied: Mutex::default(),
             needs_notification: AtomicBool::new(false),
             damaged: Mutex::default(),
@@ -67,19 +69,17 @@ impl SlabSet {
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),
+            backup_bytes: AtomicU64::new(0),
         };
         slabs.numbers().for_each(|slab| slabs.leave_spare_place(slab));
-        let mut bytes = 0;
         for (slab, class) in slabs.in_use() {
-            bytes += class.bytes() * slabs.replicas(slab).len() as u64;
+            slabs.replicas(slab).placed().for_each(|(place, replica)| slabs.count_replica(place, replica));
             slabs.live(slab).store(0, Relaxed);
             slabs.activity.prepare(slab);
             for index in 0..class.chunks() {
                 slabs.references(Location::new(slab, index)).store(0, Relaxed);
             }
         }
-        slabs.bytes.store(bytes, Relaxed);
-        slabs.bytes_peak.store(bytes, Relaxed);
         slabs
     }
 
@@ -107,12 +107,12 @@ impl SlabSet {
             let inline_log = self.inline_log(slab, place).load(Relaxed);
             Some(UnfinishedReplica { slab, place, extent: self.unfinished(slab, place)?, inline_log })
         };
-        self.numbers().flat_map(move |slab| (0..self.places()).filter_map(move |place| at(slab, place)))
+        self.numbers().flat_map(move |slab| self.places().filter_map(move |place| at(slab, place)))
     }
 
     /// All slabs in use, with their size classes.
     pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
-        let replica = |slab| (0..self.places()).find_map(|place| self.replica(slab, place));
+        let replica = |slab| self.places().find_map(|place| self.replica(slab, place));
         self.numbers().filter_map(move |slab| Some((slab, replica(slab)?.class)))
     }
 }

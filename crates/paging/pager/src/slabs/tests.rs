@@ -1,5 +1,7 @@
 //! Tests of slab records: replicas, references, and notifications of the sender.
 
+use aquifer_fabric::RemoteAddr;
+
 use super::*;
 
 fn extent(node: u16) -> Extent {
@@ -15,7 +17,7 @@ fn nodes(slabs: &SlabSet, slab: SlabId) -> Vec<u16> {
 fn a_slab_is_emptied_by_the_release_of_its_last_page() {
     let slabs = SlabSet::new().unwrap();
     let slab = SlabId(3);
-    slabs.publish(slab, &[extent(2)]);
+    slabs.publish(slab, &[extent(2)], None);
     let location = Location::new(slab, 31);
     slabs.occupy(location, 0xabcd);
     slabs.retain(location);
@@ -39,7 +41,7 @@ fn the_sender_is_woken_once_for_many_emptied_slabs() {
     for round in 0..2 {
         for slab in (0..count).map(SlabId) {
             assert!(!slabs.consume_emptied_notification(), "round {round}, {slab:?}");
-            slabs.publish(slab, &[extent(2)]);
+            slabs.publish(slab, &[extent(2)], None);
             slabs.occupy(Location::new(slab, 0), 0);
             slabs.release(Location::new(slab, 0));
         }
@@ -53,14 +55,14 @@ fn the_sender_is_woken_once_for_many_emptied_slabs() {
 fn all_replicas_but_the_last_can_be_dropped() {
     let slabs = SlabSet::with_replicas(3).unwrap();
     let slab = SlabId(0);
-    slabs.publish(slab, &[extent(1), extent(2), extent(3)]);
+    slabs.publish(slab, &[extent(1), extent(2), extent(3)], None);
     assert_eq!(slabs.bytes().0, 3 * (128 << 10));
     assert!(!slabs.drop_replica(slab, NodeId(9)), "the slab has no replica there");
     assert!(slabs.drop_replica(slab, NodeId(1)));
     assert!(slabs.drop_replica(slab, NodeId(3)));
     assert!(!slabs.drop_replica(slab, NodeId(2)));
     assert_eq!(nodes(&slabs, slab), [2]);
-    slabs.add_replica(slab, extent(7));
+    slabs.add_replica(slab, extent(7), NodeClass::Memory);
     assert_eq!(nodes(&slabs, slab), [7, 2]);
     assert_eq!(slabs.replicas(slab).at(0), Some(extent(7)));
     assert_eq!(slabs.bytes().0, 2 * (128 << 10));
@@ -70,13 +72,13 @@ fn all_replicas_but_the_last_can_be_dropped() {
 fn an_unfinished_replica_is_no_replica_yet() {
     let slabs = SlabSet::with_replicas(3).unwrap();
     let slab = SlabId(0);
-    slabs.publish(slab, &[extent(1)]);
-    let place = slabs.begin_replica(slab, extent(2));
+    slabs.publish(slab, &[extent(1)], None);
+    let place = slabs.begin_replica(slab, extent(2), NodeClass::Memory);
     assert_eq!(nodes(&slabs, slab), [1]);
     assert_eq!(slabs.unfinished_replica(slab), Some((place, extent(2))));
     slabs.clear(slab, place);
     assert_eq!(slabs.unfinished_replica(slab), None);
-    assert_eq!(slabs.begin_replica(slab, extent(3)), place);
+    assert_eq!(slabs.begin_replica(slab, extent(3), NodeClass::Memory), place);
     slabs.finish_replica(slab, place);
     assert_eq!(nodes(&slabs, slab), [1, 3]);
     assert_eq!(slabs.unfinished_replica(slab), None, "the replica is complete");
@@ -96,13 +98,13 @@ fn an_unfinished_replica_is_no_replica_yet() {
 fn readers_never_see_an_old_address_with_a_new_node() {
     let slabs = SlabSet::with_replicas(2).unwrap();
     let slab = SlabId(5);
-    slabs.publish(slab, &[extent(1), extent(2)]);
+    slabs.publish(slab, &[extent(1), extent(2)], None);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for round in 0..20_000u16 {
                 let old = slabs.replicas(slab).at(1).unwrap().node;
                 assert!(slabs.drop_replica(slab, old));
-                slabs.add_replica(slab, extent(2 + round % 7));
+                slabs.add_replica(slab, extent(2 + round % 7), NodeClass::Memory);
             }
         });
         for _ in 0..20_000 {
@@ -117,13 +119,13 @@ fn readers_never_see_an_old_address_with_a_new_node() {
 fn readers_always_see_a_replica_of_a_slab_that_is_moved() {
     let slabs = SlabSet::new().unwrap();
     let slab = SlabId(5);
-    slabs.publish(slab, &[extent(1)]);
+    slabs.publish(slab, &[extent(1)], None);
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for round in 0..20_000u16 {
                 let old = slabs.replicas(slab).iter().next().unwrap();
-                slabs.add_replica(slab, extent(1 + (old.node.0 + round % 5) % 7));
+                slabs.add_replica(slab, extent(1 + (old.node.0 + round % 5) % 7), NodeClass::Memory);
                 let (place, _) = slabs.replicas(slab).placed().find(|(_, replica)| *replica == old).unwrap();
                 slabs.begin_free(slab, place, 1);
                 slabs.clear(slab, place);

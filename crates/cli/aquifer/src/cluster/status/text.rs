@@ -97,14 +97,8 @@ fn write_nodes(text: &mut String, status: &Status) -> std::fmt::Result {
             None => writeln!(text)?,
         }
     }
-    let lent: u64 = status.nodes.iter().map(|node| node.memory_bytes).sum();
-    if status.nodes.len() > 1 {
-        write!(text, "  pool       {} nodes lend {}", status.nodes.len(), ByteSize(lent))?;
-        if status.nodes.iter().any(|node| node.free_bytes.is_some()) {
-            let free = status.nodes.iter().filter_map(|node| node.free_bytes).sum();
-            write!(text, ", {} free", ByteSize(free))?;
-        }
-        writeln!(text)?;
+    for is_disk in [false, true] {
+        write_pool(text, &status.nodes.iter().filter(|node| node.is_disk == is_disk).collect::<Vec<_>>())?;
     }
     let degraded =
         status.agent.iter().flat_map(|agent| &agent.runs).map(|run| run.degraded_slabs).sum::<u64>();
@@ -112,6 +106,21 @@ fn write_nodes(text: &mut String, status: &Status) -> std::fmt::Result {
         writeln!(text, "  degraded: {degraded} slabs have fewer replicas than their runs want")?;
     }
     Ok(())
+}
+
+/// Writes what several nodes of a class lend together.
+fn write_pool(text: &mut String, nodes: &[&NodeStatus]) -> std::fmt::Result {
+    if nodes.len() < 2 {
+        return Ok(());
+    }
+    let lent = ByteSize(nodes.iter().map(|node| node.memory_bytes).sum());
+    let on_disks = if nodes[0].is_disk { " on disks" } else { "" };
+    write!(text, "  pool       {} nodes lend {lent}{on_disks}", nodes.len())?;
+    if nodes.iter().any(|node| node.free_bytes.is_some()) {
+        let free = nodes.iter().filter_map(|node| node.free_bytes).sum();
+        write!(text, ", {} free", ByteSize(free))?;
+    }
+    writeln!(text)
 }
 
 /// The time that has passed since `since_s`, in seconds since 1970, as text: `45 s` or `3 min`.
@@ -220,12 +229,17 @@ fn resident(run: &RunStatistics) -> String {
     }
 }
 
+/// The room on disks, if any is used.
+fn on_disks(bytes: u64) -> String {
+    if bytes == 0 { String::new() } else { format!(", {} on disks", ByteSize(bytes)) }
+}
+
 fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
     for tenant in &agent.tenants {
         writeln!(
             text,
             "  user {}: runs: {}, processes: {}, {} resident ({} borrowed), {} in the mempool, {} cached, \
-                {} on memory nodes, {} faults",
+                {} on memory nodes{}, {} faults",
             name_of(tenant.tenant),
             tenant.runs,
             tenant.processes,
@@ -234,6 +248,7 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
             ByteSize(tenant.mempool_bytes),
             ByteSize(tenant.cached_bytes),
             ByteSize(tenant.remote_bytes),
+            on_disks(tenant.disk_bytes),
             tenant.faults,
         )?;
     }
@@ -264,13 +279,15 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
         }
         writeln!(
             text,
-            "  run {} of {}: {}, {} in the mempool, {} cached, {} on memory nodes, {} faults, processes: {}",
+            "  run {} of {}: {}, {} in the mempool, {} cached, {} on memory nodes{}, {} faults, \
+                processes: {}",
             run.name,
             name_of(run.tenant),
             resident(run),
             ByteSize(run.mempool_bytes),
             ByteSize(run.cached_bytes),
             ByteSize(run.remote_bytes),
+            on_disks(run.disk_bytes),
             run.faults,
             run.processes,
         )?;
