@@ -83,6 +83,8 @@ impl Collector for NodeCollector {
         gauges(encoder, bytes("recalled", "Memory in use that the node recalls."), one(recalled))?;
         let for_heaps = self.counters.held_bytes.load(Relaxed);
         gauges(encoder, bytes("heaps", "Lent memory that heaps on this machine may take."), one(for_heaps))?;
+        let on_disk = about("on_disk", "1 if what the node lends is on a disk, and else 0.");
+        gauges(encoder, on_disk, one(u64::from(self.disk.is_some())))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
         gauges(encoder, about("endpoints", "Connected endpoints."), one(endpoints))?;
         let served = self.target.tenant_counters();

@@ -400,9 +400,9 @@ fn device_bytes(options: &SwapDeviceOptions, free_bytes: u64) -> Result<u64, Swa
     })
 }
 
-/// The total of the free memory of all nodes, in bytes.
+/// The total of the free memory of all nodes, in bytes. Swap devices use no disk nodes.
 fn free_bytes(pool: &mut PoolClient) -> u64 {
-    let nodes: Vec<_> = pool.nodes().collect();
+    let nodes: Vec<_> = pool.nodes().filter(|node| !pool.is_disk(*node)).collect();
     let free = nodes.into_iter().map(|node| match pool.refresh(node) {
         Ok(()) => pool.free_bytes(node),
         Err(error) => {
