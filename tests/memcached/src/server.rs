@@ -306,7 +306,13 @@ pub fn memcached_is_installed() -> bool {
     is_installed
 }
 
-fn free_port() -> u16 {
+/// A TCP port of this machine that was free a moment ago.
+///
+/// # Panics
+///
+/// If none is.
+#[must_use]
+pub fn free_port() -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port is free");
     listener.local_addr().expect("the listener is bound").port()
 }

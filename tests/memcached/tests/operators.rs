@@ -52,10 +52,10 @@ fn a_file_of_items_that_others_can_change_is_refused() {
     let at = |name: &str| folder.path().join(name).display().to_string();
     fs::write(at("other"), "something").expect("the folder is writable");
     symlink(at("other"), at("link")).expect("the folder is writable");
-    let refused = refusal(&["-p", "11999", "-e", &at("link")]);
+    let refused = refusal(&["-s", &at("socket"), "-e", &at("link")]);
     assert!(refused.contains("symbolic link"), "{refused}");
     fs::set_permissions(at("other"), Permissions::from_mode(0o666)).expect("the path belongs to this user");
-    let refused = refusal(&["-p", "11999", "-e", &at("other")]);
+    let refused = refusal(&["-s", &at("socket"), "-e", &at("other")]);
     assert!(refused.contains("mode 666"), "{refused}");
     assert_eq!(fs::read(at("other")).expect("the file exists"), b"something");
 }
@@ -64,10 +64,11 @@ fn a_file_of_items_that_others_can_change_is_refused() {
 fn a_file_of_users_that_others_can_read_is_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("users");
+    let socket = folder.path().join("socket").display().to_string();
     fs::write(&path, "user:pass\n").expect("the folder is writable");
     for mode in [0o644, 0o604, 0o620] {
         fs::set_permissions(&path, Permissions::from_mode(mode)).expect("the path belongs to this user");
-        let refused = refusal(&["-p", "11999", "-Y", &path.display().to_string()]);
+        let refused = refusal(&["-s", &socket, "-Y", &path.display().to_string()]);
         assert!(refused.contains(&format!("mode {mode:o}")), "{refused}");
     }
     fs::set_permissions(&path, Permissions::from_mode(0o640)).expect("the path belongs to this user");

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use aquifer_tests_memcached::Server;
 use aquifer_tests_memcached::connection::STALL_TIMEOUT;
+use aquifer_tests_memcached::server::free_port;
 use aquifer_tests_support::skip;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -102,8 +103,9 @@ fn requests_and_long_replies_are_encrypted() {
 /// Starts a server with files that it must refuse, and returns the error.
 fn refusal(chain: &Path, key: &Path) -> String {
     let files = format!("ssl_chain_cert={},ssl_key={}", chain.display(), key.display());
+    let port = free_port().to_string();
     let mut command = Command::new(aquifer_tests_e2e::build::binary());
-    let output = command.args(["cache", "-p", "11999", "-Z", "-o", &files]).output();
+    let output = command.args(["cache", "-p", &port, "-Z", "-o", &files]).output();
     let output = output.expect("the binary can be started");
     assert!(!output.status.success());
     String::from_utf8(output.stderr).expect("text")

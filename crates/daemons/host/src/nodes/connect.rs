@@ -52,7 +52,7 @@ impl NodeRegistry {
         self.connect_in(node, tenant, purpose, AwayPolicy::Wait)
     }
 
-    /// Connects to a node as [`Connector::connect_without_waiting`] does.
+    /// Connects to a node as [`aquifer_pager::Connector::connect_without_waiting`] does.
     pub(crate) fn connect_without_waiting(
         &self,
         node: NodeId,
@@ -61,7 +61,7 @@ impl NodeRegistry {
         self.connect_in(node, tenant, EndpointPurpose::Allocate, AwayPolicy::Fail)
     }
 
-    /// Connects to a node as [`Connector::connect_lazily`] does.
+    /// Connects to a node as [`aquifer_pager::Connector::connect_lazily`] does.
     ///
     /// An endpoint whose operations wait connects by itself, if this tenant has connected to the
     /// node before: a node that does not answer must not stop a thread that can use other nodes.
