@@ -109,7 +109,7 @@ impl Filler {
         self.displaced.len()
     }
 
-    /// Whether memory nodes have so much room that slabs should return to them.
+    /// Whether memory nodes have enough room for slabs to return to them.
     #[must_use]
     pub fn has_room_to_return(&self, pool: &PoolClient) -> bool {
         let memory = || pool.nodes().filter(|node| !pool.is_disk(*node));
