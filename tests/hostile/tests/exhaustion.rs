@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 
 use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::{SharedCluster, eventually};
@@ -86,36 +86,59 @@ fn an_idle_run_does_not_keep_the_mempool_from_others() {
     idle.end();
 }
 
-/// Checks that another user's program runs although a user has filled the pool by a run, and then
-/// by extents if `with_extents`.
-fn leave_share_of_pool(with_extents: bool) {
-    let victim = Victim::of(SharedCluster::up_with(1, &[]));
-    let mut filling = victim.paged_attacker("fill", "32M");
-    let mut filling = filling.arg("600").stderr(Stdio::piped()).spawn().expect("setpriv can be started");
-    let mut said = BufReader::new(filling.stderr.take().expect("it is piped")).lines();
-    let is_full = |line: std::io::Result<String>| line.expect("text").contains("waits for room");
-    assert!(said.any(is_full), "the pool is larger");
-    let extents = with_extents.then(|| Attack::start(&mut victim.attacker("fill-by-extents")));
+/// A run that needs more room than the pool has, and waits for it.
+struct FillingRun(Child);
+
+impl FillingRun {
+    fn start(victim: &Victim, mib: &str) -> Self {
+        let mut command = victim.paged_attacker("fill", "32M");
+        let mut filling = command.arg(mib).stderr(Stdio::piped()).spawn().expect("setpriv can be started");
+        let mut said = BufReader::new(filling.stderr.take().expect("it is piped")).lines();
+        let is_full = |line: std::io::Result<String>| line.expect("text").contains("waits for room");
+        assert!(said.any(is_full), "the pool is larger");
+        Self(filling)
+    }
+
+    fn end(mut self) {
+        self.0.kill().expect("it runs");
+        self.0.wait().expect("it ends");
+    }
+}
+
+/// Checks that another user's program of this size finds room.
+fn serves_other(victim: &Victim, bytes: &str) {
     let checker = victim.0.path("checker");
     let checker = checker.to_str().expect("a plain path");
     let options = ["run", "--local", "16M", "--wait-for-room", "20s", "--", checker];
     let mut other = victim.0.command(ANNE, &options);
-    let output = other.args(["pages", "--bytes", "20M", "--rounds", "2"]).output();
+    let output = other.args(["pages", "--bytes", bytes, "--rounds", "2"]).output();
     let output = output.expect("setpriv can be started");
     assert!(output.status.success(), "{}", text(&output.stderr));
-    if let Some(extents) = extents {
-        extents.end();
-    }
-    filling.kill().expect("it runs");
-    filling.wait().expect("it ends");
 }
 
 #[test]
 fn a_user_that_fills_the_pool_leaves_a_share_to_others() {
-    leave_share_of_pool(false);
+    let victim = Victim::of(SharedCluster::up_with(1, &[]));
+    let filling = FillingRun::start(&victim, "600");
+    serves_other(&victim, "20M");
+    filling.end();
 }
 
 #[test]
 fn extents_of_a_user_leave_a_share_of_the_pool_to_others() {
-    leave_share_of_pool(true);
+    let victim = Victim::of(SharedCluster::up_with(1, &[]));
+    let filling = FillingRun::start(&victim, "600");
+    let extents = Attack::start(&mut victim.attacker("fill-by-extents"));
+    serves_other(&victim, "20M");
+    extents.end();
+    filling.end();
+}
+
+/// The other user's program needs more than its share of the memory.
+#[test]
+fn a_user_that_fills_the_disk_leaves_a_share_to_others() {
+    let victim = Victim::of(SharedCluster::up_with(1, &["--disk", "256M", "--cache-per-user", "0"]));
+    let filling = FillingRun::start(&victim, "900");
+    serves_other(&victim, "28M");
+    filling.end();
 }

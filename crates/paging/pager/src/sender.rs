@@ -29,11 +29,11 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work};
-use aquifer_pool::{NodeId, OperationGuard, PoolClient, PoolError};
+use aquifer_pool::{NodeClass, NodeId, OperationGuard, PoolClient, PoolError};
 
 use crate::allowance::Allowance;
 use crate::digest::{Digest, Digester, Digests};
-use crate::filler::{Filler, FreePages, NoRoom};
+use crate::filler::{Filler, FreePages, NoRoom, node_class};
 use crate::integrity::{is_zero, page_crc};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
 use crate::move_rate::MoveRate;
@@ -222,11 +222,11 @@ impl Sender {
         self.filler.set_allowance(allowance);
     }
 
-    /// Free and lent bytes of all memory nodes, as far as this sender knows.
+    /// Free and lent bytes of all nodes of a class, as far as this sender knows.
     #[must_use]
-    pub fn pool_bytes(&self) -> (u64, u64) {
-        let memory = || self.pool.nodes().filter(|node| !self.pool.is_disk(*node));
-        let sum = |of: fn(&PoolClient, NodeId) -> u64| memory().map(|node| of(&self.pool, node)).sum();
+    pub fn pool_bytes(&self, class: NodeClass) -> (u64, u64) {
+        let nodes = || self.pool.nodes().filter(|node| node_class(&self.pool, *node) == class);
+        let sum = |of: fn(&PoolClient, NodeId) -> u64| nodes().map(|node| of(&self.pool, node)).sum();
         (sum(PoolClient::free_bytes), sum(PoolClient::total_bytes))
     }
 
@@ -508,7 +508,7 @@ impl Sender {
             self.bytes_at_check = bytes;
         } else if bytes != self.bytes_at_check {
             self.bytes_at_check = bytes;
-            let (free_bytes, lent_bytes) = self.pool_bytes();
+            let (free_bytes, lent_bytes) = self.pool_bytes(NodeClass::Memory);
             let is_short = free_bytes < lent_bytes / FREE_DIVISOR;
             self.is_pool_short.store(is_short, Relaxed);
         }

@@ -11,9 +11,11 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
 use aquifer_pager::{
-    BLOCK_PAGES, Connector, CopyPolicy, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, WrittenBatch,
+    BLOCK_PAGES, Connector, CopyPolicy, Memory, Mempool, MoveRate, PAGE_BYTES, Sender, SlabSet, WrittenBatch,
 };
-use aquifer_pool::{Extent, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass};
+use aquifer_pool::{
+    Extent, FigureTable, LeakDetector, NodeFigures, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass,
+};
 
 const HOST: Host = Host(1);
 const NODES: u16 = 3;
@@ -30,6 +32,8 @@ struct KillableAgent {
     fabric: SimFabric,
     nodes: Vec<SimNodeId>,
     epoch: AtomicU64,
+    /// The figures of the nodes, which tell what they recall.
+    figures: Arc<FigureTable>,
     /// Operations until the agent is killed.
     left: AtomicU64,
 }
@@ -53,6 +57,7 @@ impl KillableAgent {
 
     fn pool_of(self: &Arc<Self>, host: Host, leak_detector: &Arc<LeakDetector>) -> PoolClient {
         let mut pool = PoolClient::with_leak_detector(host, Tenant(0), Arc::clone(leak_detector));
+        pool.set_figures(Arc::clone(&self.figures));
         for node in (0..NODES).map(NodeId) {
             if let Ok(endpoint) = self.connect_as(host, node) {
                 pool.add_node(node, endpoint).unwrap();
@@ -118,8 +123,33 @@ fn run(sender: &mut Sender, agent: &KillableAgent) -> Vec<WrittenBatch> {
     done
 }
 
-/// A run that writes, releases pages, loses a node, makes new replicas, and ends.
-fn live(agent: &Arc<KillableAgent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
+/// An event in the life of a run, after its writes.
+type Event = fn(&mut Sender, &KillableAgent);
+
+/// A node dies, and new replicas are made.
+fn lose_node(sender: &mut Sender, agent: &KillableAgent) {
+    agent.fabric.crash_node(agent.nodes[0]);
+    run(sender, agent);
+    assert!(sender.stats().copied_slabs > 0);
+}
+
+/// A node recalls all its memory, to which replicas are moved, and dies when it has none.
+fn empty_node(sender: &mut Sender, agent: &KillableAgent) {
+    sender.set_move_rate(&Arc::new(MoveRate::new(None)));
+    let figures =
+        NodeFigures { free_bytes: 0, lent_bytes: NODE_BYTES, recalled_bytes: NODE_BYTES, first_recalled: 0 };
+    agent.figures.set(NodeId(0), figures);
+    run(sender, agent);
+    assert!(sender.stats().moved_slabs > 0);
+    assert!(sender.recalled().is_empty(), "all replicas are moved: {:?}", sender.recalled());
+    agent.fabric.crash_node(agent.nodes[0]);
+    agent.figures.forget(NodeId(0));
+    run(sender, agent);
+    assert_eq!(sender.stats().copied_slabs, 0, "nothing was on the node");
+}
+
+/// A run that writes, releases pages, sees an event, and ends.
+fn live(agent: &Arc<KillableAgent>, slabs: &Arc<SlabSet>, mempool: &Mempool, event: Event) {
     let connector: Arc<dyn Connector> = Arc::new(AgentConnector(Arc::clone(agent)));
     let mut sender = Sender::new(Arc::clone(slabs), mempool, connector, agent.pool(), 3);
     let block = mempool.allocate(&mempool.user(0), 0).unwrap();
@@ -135,9 +165,7 @@ fn live(agent: &Arc<KillableAgent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
     let (early, late) = locations.split_at(BLOCK_PAGES);
     early.iter().for_each(|location| slabs.release(*location));
     run(&mut sender, agent);
-    agent.fabric.crash_node(agent.nodes[0]);
-    run(&mut sender, agent);
-    assert!(sender.stats().copied_slabs > 0);
+    event(&mut sender, agent);
     late.iter().for_each(|location| slabs.release(*location));
     sender.stop_healing();
     sender.close();
@@ -188,18 +216,18 @@ fn allocate_rest(agent: &Arc<KillableAgent>) -> (PoolClient, Vec<Extent>) {
 
 /// The state that a run leaves when it is killed after this number of operations, and whether it
 /// reached its end.
-fn killed_after(uses: u64) -> (Arc<KillableAgent>, Arc<SlabSet>, Mempool, bool) {
+fn killed_after(uses: u64, event: Event) -> (Arc<KillableAgent>, Arc<SlabSet>, Mempool, bool) {
     let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let targets: Vec<_> = (0..NODES).map(|_| fabric.add_node()).collect();
     for (id, target) in (0..).map(NodeId).zip(&targets) {
         NodeMemory::create(target, id, NODE_BYTES).unwrap();
     }
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
-    let agent =
-        Arc::new(KillableAgent { fabric, nodes, epoch: AtomicU64::new(1), left: AtomicU64::new(uses) });
+    let (epoch, left, figures) = (AtomicU64::new(1), AtomicU64::new(uses), Arc::default());
+    let agent = Arc::new(KillableAgent { fabric, nodes, epoch, figures, left });
     let slabs = Arc::new(SlabSet::with_replicas(REPLICAS).unwrap());
     let mempool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
-    let lived = match catch_unwind(AssertUnwindSafe(|| live(&agent, &slabs, &mempool))) {
+    let lived = match catch_unwind(AssertUnwindSafe(|| live(&agent, &slabs, &mempool, event))) {
         Ok(()) => true,
         Err(panic) if panic.is::<Killed>() => false,
         Err(panic) => std::panic::resume_unwind(panic),
@@ -209,14 +237,14 @@ fn killed_after(uses: u64) -> (Arc<KillableAgent>, Arc<SlabSet>, Mempool, bool) 
 }
 
 /// Calls `check` for each operation at which the agent can be killed.
-fn at_each_moment(check: impl Fn(&Arc<KillableAgent>, &SlabSet, &Mempool)) {
+fn at_each_moment(event: Event, check: impl Fn(&Arc<KillableAgent>, &SlabSet, &Mempool)) {
     std::panic::set_hook(Box::new(|info| {
         if !info.payload().is::<Killed>() {
             eprintln!("{info}");
         }
     }));
     for uses in 1.. {
-        let (agent, slabs, mempool, lived) = killed_after(uses);
+        let (agent, slabs, mempool, lived) = killed_after(uses, event);
         check(&agent, &slabs, &mempool);
         if lived {
             assert!(uses > 100, "only {uses} moments");
@@ -225,9 +253,8 @@ fn at_each_moment(check: impl Fn(&Arc<KillableAgent>, &SlabSet, &Mempool)) {
     }
 }
 
-#[test]
-fn memory_that_other_hosts_allocated_meanwhile_is_not_freed() {
-    at_each_moment(|agent, slabs, mempool| {
+fn check_beside_other_hosts(event: Event) {
+    at_each_moment(event, |agent, slabs, mempool| {
         let (mut other, taken) = allocate_rest(agent);
         adopt_recovered(agent, slabs, mempool);
         for extent in taken {
@@ -236,12 +263,21 @@ fn memory_that_other_hosts_allocated_meanwhile_is_not_freed() {
     });
 }
 
+#[test]
+fn memory_that_other_hosts_allocated_meanwhile_is_not_freed() {
+    check_beside_other_hosts(lose_node);
+}
+
 mod long {
     use super::*;
 
     #[test]
-    fn all_memory_of_the_pool_is_free_at_the_end() {
-        at_each_moment(|agent, slabs, mempool| {
+    fn memory_that_other_hosts_allocated_meanwhile_is_not_freed_when_a_node_is_emptied() {
+        check_beside_other_hosts(empty_node);
+    }
+
+    fn check_all_is_free(event: Event) {
+        at_each_moment(event, |agent, slabs, mempool| {
             adopt_recovered(agent, slabs, mempool);
             let pool = agent.pool();
             for node in pool.nodes() {
@@ -252,5 +288,15 @@ mod long {
             let bytes: u64 = taken.iter().map(|extent| extent.class.bytes()).sum();
             assert_eq!(bytes, others.nodes().map(|node| others.total_bytes(node)).sum());
         });
+    }
+
+    #[test]
+    fn all_memory_of_the_pool_is_free_at_the_end() {
+        check_all_is_free(lose_node);
+    }
+
+    #[test]
+    fn all_memory_of_the_pool_is_free_at_the_end_when_a_node_is_emptied() {
+        check_all_is_free(empty_node);
     }
 }

@@ -324,7 +324,7 @@ fn a_user_at_its_quota_makes_no_other_user_short() {
     let mut test = new_test(1, 1);
     let (refused, other) = (test.mempool.user(7), test.mempool.user(8));
     test.sender.set_mempool_user(&refused);
-    test.sender.set_allowance(Allowance { bytes_max: 0, leave_free: 0 });
+    test.sender.set_allowance(Allowance { bytes_max: 0, ..Allowance::ALL });
     test.stage(1);
     test.sender.advance(&mut Vec::new()).unwrap_err();
     assert!(refused.is_pool_short() && !other.is_pool_short() && !test.mempool.is_pool_short());

@@ -12,7 +12,7 @@ use aquifer_pager::{
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::pool_shares::PoolShare;
+use super::pool_shares::{ByClass, PoolShare};
 use super::priority::{ELEVATED, set_niceness};
 use super::program::Program;
 use super::{AgentServices, PagingService};
@@ -275,7 +275,9 @@ impl SenderTurns {
                 NextStep::End => break,
             }
             self.probe();
-            self.share.update(&mut self.send_loop.sender, self.shared.slabs.bytes().0);
+            let slabs = &self.shared.slabs;
+            let bytes = ByClass { memory: slabs.bytes().0, disk: slabs.backup_bytes() };
+            self.share.update(&mut self.send_loop.sender, bytes);
             self.node_joiner.poll(&mut self.send_loop.sender, || self.agent.nodes());
             let (has_written, result) = self.send_loop.advance();
             self.record_shortage(result.err());

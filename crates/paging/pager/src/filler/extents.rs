@@ -2,8 +2,7 @@
 
 use aquifer_pool::{Extent, NodeClass, NodeId, PoolClient, PoolError, SizeClass};
 
-use super::{Filler, NoRoom};
-use crate::allowance::Allowance;
+use super::{Filler, NoRoom, node_class};
 
 /// A request for extents of the pool.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +32,7 @@ impl Filler {
     ) -> Vec<Extent> {
         let mut allocated = Vec::new();
         let mut nodes_found = 0;
-        let is_of_class = |node: NodeId| pool.is_disk(node) == (request.on == NodeClass::Disk);
+        let is_of_class = |node: NodeId| node_class(pool, node) == request.on;
         let mut nodes: Vec<NodeId> =
             pool.nodes().filter(|node| is_of_class(*node) && may_be_on(*node)).collect();
         if let Some(away) = nodes.extract_if(.., |node| self.suspended.contains(node)).last() {
@@ -78,17 +77,17 @@ impl Filler {
 
     /// Whether the allowance permits a request to one node.
     fn check_allowance(&self, pool: &PoolClient, request: ExtentRequest) -> Result<(), NoRoom> {
-        let Allowance { bytes_max, leave_free } = self.allowance;
         let bytes = request.class.bytes() * u64::from(request.each);
-        if bytes > bytes_max {
+        if bytes > self.allowance.bytes_max {
             return Err(NoRoom::NotAllowed);
         }
+        let leave_free = self.allowance.leave_free_on(request.on);
         // Most runs need not leave memory free, and so need not sum up the free memory.
-        if leave_free == 0 || request.on == NodeClass::Disk {
+        if leave_free == 0 {
             return Ok(());
         }
-        let memory = pool.nodes().filter(|node| !pool.is_disk(*node));
-        let free_bytes = memory.map(|node| pool.free_bytes(node)).sum();
+        let nodes = pool.nodes().filter(|node| node_class(pool, *node) == request.on);
+        let free_bytes = nodes.map(|node| pool.free_bytes(node)).sum();
         if free_bytes >= bytes + leave_free { Ok(()) } else { Err(NoRoom::LeftToOthers { free_bytes }) }
     }
 
