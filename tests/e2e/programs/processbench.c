@@ -1,11 +1,12 @@
-// The program that `aquifer bench faults --processes` measures: it forks processes, each of which
-// fills its part of the memory and then writes to random pages of it. They all begin at one time
-// and end after a given time. One JSON line on stdout.
+// A program that benches measure: it forks processes, each of which fills its part of the memory
+// and then writes to random pages of it. They all begin at one time and end after a given time, or
+// when the program gets SIGTERM. One JSON line on stdout.
 //
 //   cc -O2 -o processbench processbench.c
 //   processbench --processes 80 --bytes 192M --seconds 5
 #include "bench_util.h"
 #include <getopt.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -23,9 +24,16 @@ struct result {
 // What all processes share; not paged.
 struct shared {
     atomic_uint_fast64_t ready;
-    atomic_bool begun;
+    atomic_bool begun, ended;
     struct result results[];
 };
+
+static struct shared *shared;
+
+static void end(int signal) {
+    (void)signal;
+    atomic_store(&shared->ended, true);
+}
 
 static void note_touch(struct result *result, uint64_t ticks) {
     result->touches++;
@@ -34,7 +42,7 @@ static void note_touch(struct result *result, uint64_t ticks) {
     if (ticks > result->longest_ticks) result->longest_ticks = ticks;
 }
 
-static void work(struct shared *shared, const struct options *options, uint64_t number) {
+static void work(const struct options *options, uint64_t number) {
     struct result *result = &shared->results[number];
     uint64_t pages = options->bytes / PAGE_BYTES / options->processes, random = number + 1;
     volatile uint64_t *area = map_small_pages(pages * PAGE_BYTES, false);
@@ -47,7 +55,8 @@ static void work(struct shared *shared, const struct options *options, uint64_t 
     }
     atomic_fetch_add(&shared->ready, 1);
     while (!atomic_load(&shared->begun)) usleep(1000);
-    for (uint64_t end_ns = now_ns() + options->seconds * 1000000000u; now_ns() < end_ns;) {
+    uint64_t end_ns = now_ns() + options->seconds * 1000000000u;
+    while (now_ns() < end_ns && !atomic_load(&shared->ended)) {
         uint64_t page = (random = mix64(random)) % pages;
         volatile uint64_t *at = area + page * PAGE_WORDS;
         uint64_t start = ticks();
@@ -64,7 +73,7 @@ static void work(struct shared *shared, const struct options *options, uint64_t 
     }
 }
 
-static void report(const struct shared *shared, const struct options *options) {
+static void report(const struct options *options, double seconds) {
     static struct result all;
     for (uint64_t i = 0; i < options->processes; i++) {
         const struct result *one = &shared->results[i];
@@ -76,9 +85,8 @@ static void report(const struct shared *shared, const struct options *options) {
         all.errors += one->errors;
         if (one->longest_ticks > all.longest_ticks) all.longest_ticks = one->longest_ticks;
     }
-    printf("{\"bench\":\"processbench\",\"processes\":%llu,\"seconds\":%llu,\"touches\":%llu",
-           (unsigned long long)options->processes, (unsigned long long)options->seconds,
-           (unsigned long long)all.touches);
+    printf("{\"bench\":\"processbench\",\"processes\":%llu,\"seconds\":%.3f,\"touches\":%llu",
+           (unsigned long long)options->processes, seconds, (unsigned long long)all.touches);
     print_latencies("faults", &all.faults);
     printf(",\"longest_us\":%.1f,\"errors\":%llu}\n", (double)all.longest_ticks / ticks_per_us,
            (unsigned long long)all.errors);
@@ -105,21 +113,24 @@ static struct options parse(int argc, char **argv) {
 int main(int argc, char **argv) {
     struct options options = parse(argc, argv);
     uint64_t bytes = sizeof(struct shared) + options.processes * sizeof(struct result);
-    struct shared *shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED) die("mmap of the results");
+    struct sigaction on_end = {.sa_handler = end, .sa_flags = SA_RESTART};
+    if (sigaction(SIGTERM, &on_end, NULL) != 0) die("sigaction");
     calibrate_ticks();
     for (uint64_t i = 0; i < options.processes; i++) {
         pid_t child = fork();
         if (child < 0) die("fork");
         if (child == 0) {
-            work(shared, &options, i);
+            work(&options, i);
             _exit(0);
         }
     }
     while (atomic_load(&shared->ready) < options.processes) usleep(1000);
+    uint64_t start_ns = now_ns();
     atomic_store(&shared->begun, true);
     int failed = 0;
     for (int status; wait(&status) > 0;) failed |= status;
-    report(shared, &options);
+    report(&options, (double)(now_ns() - start_ns) / 1e9);
     return failed != 0;
 }

@@ -11,6 +11,7 @@ mod tests;
 
 use std::ffi::OsStr;
 use std::fs;
+use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -20,6 +21,7 @@ use aquifer_swap::setup::cgroup::{self, Cgroup};
 use aquifer_swap::setup::oom_wait::OomWait;
 use aquifer_swap::setup::record::{SetupRecord, SetupStep};
 use aquifer_swap::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, SetupUsage, read_number, swapfile, zram};
+use rustix::process::Pid;
 
 /// Pause of a program without memory before it retries.
 const RETRY_PAUSE: Duration = Duration::from_millis(5);
@@ -44,6 +46,34 @@ pub enum ReadAhead {
     OnePage,
     /// Eight pages, the kernel's default: best for sequential access to a disk.
     EightPages,
+}
+
+/// A cgroup with a limit of memory and no swap; removed when dropped.
+#[derive(Debug)]
+pub struct LimitedCgroup {
+    cgroup: Cgroup,
+    _record: SetupRecord,
+}
+
+impl LimitedCgroup {
+    /// Creates a cgroup.
+    ///
+    /// # Errors
+    /// If this is not root, or the kernel has no memory controller.
+    pub fn new(limit_bytes: u64) -> Result<Self, SetupError> {
+        let mut record = SetupRecord::create()?;
+        let cgroup = Cgroup::create(&mut record, limit_bytes, 0)?;
+        Ok(Self { cgroup, _record: record })
+    }
+
+    /// Moves a process into the cgroup. The memory that it has counts where it was allocated.
+    ///
+    /// # Errors
+    /// If the process has ended.
+    pub fn add(&self, pid: Pid) -> Result<(), SetupError> {
+        let procs = self.cgroup.procs()?.write_all(pid.to_string().as_bytes());
+        procs.map_err(SetupError::io("move a process into", Path::new("the cgroup of the bench")))
+    }
 }
 
 /// A cgroup with a limit, and a swap device; removed when dropped.

@@ -59,7 +59,7 @@ impl Size {
     const QUICK: Self = Self {
         rounds: 1,
         fits: &[JUDGED_PERCENT],
-        redis_keys: 20_000,
+        redis_keys: 30_000,
         redis_requests: 10_000,
         postgres_scale: 2,
         postgres_transactions: 2,

@@ -92,6 +92,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
                     limit_bytes: LIMIT_BYTES,
                     seconds: SECONDS,
                     replicas: REPLICAS,
+                    backup: "never",
                 };
                 let figures = std::thread::scope(|scope| {
                     let faulty = scope.spawn(|| {

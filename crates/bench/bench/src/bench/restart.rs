@@ -51,8 +51,14 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     for round in 1..=rounds {
         for processes in PROCESSES {
             bar.set_message(format!("round {round}: {processes} processes"));
-            let load =
-                Load { processes, bytes: BYTES, limit_bytes: LIMIT_BYTES, seconds: SECONDS, replicas: 1 };
+            let load = Load {
+                processes,
+                bytes: BYTES,
+                limit_bytes: LIMIT_BYTES,
+                seconds: SECONDS,
+                replicas: 1,
+                backup: "never",
+            };
             let measure = || processbench::run(&cluster, &programs.processbench, folder.path(), load);
             let plain = measure()?;
             let killed = std::thread::scope(|scope| {

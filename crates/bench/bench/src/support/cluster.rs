@@ -293,16 +293,28 @@ impl Cluster {
         self.control("up", &[])
     }
 
-    fn signal_part(&self, name: &str, signal: Signal) -> Result<(), BenchError> {
+    /// The process of a memory node.
+    ///
+    /// # Errors
+    /// If it is not known.
+    pub fn node_pid(&self, node: u16) -> Result<Pid, BenchError> {
+        self.part_pid(&format!("node-{node}"))
+    }
+
+    fn part_pid(&self, name: &str) -> Result<Pid, BenchError> {
         let output = aquifer(self.state())?.args(["status", "--json"]).output();
         let output = output.map_err(BenchError::io("ask for the status of", self.state()))?;
         let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         let mut parts = status["parts"].as_array().into_iter().flatten();
         let pid = parts.find(|part| part["name"] == name).and_then(|part| part["pid"].as_i64());
         let pid = pid.and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
-        let signalled =
-            pid.ok_or(std::io::ErrorKind::NotFound.into()).and_then(|pid| Ok(kill_process(pid, signal)?));
-        signalled.map_err(BenchError::io("signal a daemon of", self.state()))
+        let error = BenchError::io("find a daemon of", self.state());
+        pid.ok_or_else(|| error(std::io::ErrorKind::NotFound.into()))
+    }
+
+    fn signal_part(&self, name: &str, signal: Signal) -> Result<(), BenchError> {
+        let signalled = kill_process(self.part_pid(name)?, signal);
+        signalled.map_err(|source| BenchError::io("signal a daemon of", self.state())(source.into()))
     }
 
     /// Kills the daemons: the processes with the state folder among their arguments. Their stored
@@ -332,8 +344,8 @@ impl Drop for Cluster {
 
 fn aquifer(state: &Path) -> Result<Command, BenchError> {
     let mut command = Command::new(aquifer_program()?);
-    // These variables would select another cluster than that of the bench.
-    for variable in ["AQUIFER_AGENT", "AQUIFER_REPLICAS", "AQUIFER_STATE"] {
+    // These variables would select another cluster or policy than that of the bench.
+    for variable in ["AQUIFER_AGENT", "AQUIFER_BACKUP", "AQUIFER_REPLICAS", "AQUIFER_STATE"] {
         command.env_remove(variable);
     }
     let meminfo = state.join(MEMINFO.1);

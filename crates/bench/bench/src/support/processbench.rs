@@ -1,13 +1,19 @@
 //! Runs of `processbench`, whose processes write to random pages.
 
 use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use rustix::process::{Signal, kill_process};
 use serde::Deserialize;
 
-use super::child::{self, Streams, Watched};
+use super::child::{self, ProgramOutcome, Streams, Watched};
 use super::cluster::Cluster;
 use super::programs::Latencies;
 use crate::BenchError;
+
+/// Name of the program in errors.
+const PROGRAM: &str = "processbench";
 
 /// Parameters of the program.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +28,16 @@ pub struct Load {
     pub seconds: u64,
     /// Replicas of each page.
     pub replicas: u64,
+    /// Policy of copies on a disk, as `aquifer run --backup` has it.
+    pub backup: &'static str,
+}
+
+impl Load {
+    /// The program's arguments.
+    pub fn add_arguments(&self, command: &mut Command) {
+        command.args(["--processes", &self.processes.to_string(), "--bytes", &self.bytes.to_string()]);
+        command.args(["--seconds", &self.seconds.to_string()]);
+    }
 }
 
 /// The results that the program prints as a line of JSON.
@@ -44,19 +60,47 @@ pub struct Figures {
 /// # Errors
 /// If the program fails, or has found a wrong word.
 pub fn run(cluster: &Cluster, program: &Path, folder: &Path, load: Load) -> Result<Figures, BenchError> {
+    run_until(cluster, program, folder, load, &AtomicBool::new(false))
+}
+
+/// Like [`run`], but ends the program when `is_over` is set.
+///
+/// # Errors
+/// Those of [`run`].
+pub fn run_until(
+    cluster: &Cluster,
+    program: &Path,
+    folder: &Path,
+    load: Load,
+    is_over: &AtomicBool,
+) -> Result<Figures, BenchError> {
     let mut command = cluster.pooled_command(load.limit_bytes, &folder.join("stats.json"), program)?;
-    command.env("AQUIFER_REPLICAS", load.replicas.to_string());
-    command.args(["--processes", &load.processes.to_string(), "--bytes", &load.bytes.to_string()]);
-    command.args(["--seconds", &load.seconds.to_string()]);
+    command.env("AQUIFER_REPLICAS", load.replicas.to_string()).env("AQUIFER_BACKUP", load.backup);
+    load.add_arguments(&mut command);
     let output = folder.join("output");
     let streams = Streams { input: None, output: &output };
-    let outcome = child::run(command, &streams, Watched::Started, |_| {})?;
-    let (program, context) = ("processbench".to_owned(), format!("{} processes on the pool", load.processes));
+    let mut is_ended = false;
+    let outcome = child::run_with_pid(command, &streams, Watched::Started, |pid, _| {
+        if !is_ended && is_over.load(Relaxed) {
+            is_ended = true;
+            // Fails if the program has just ended.
+            let _ = kill_process(pid, Signal::TERM);
+        }
+    })?;
+    figures(&outcome, &output, "on the pool")
+}
+
+/// The figures that the program has printed. `context` is named in errors.
+///
+/// # Errors
+/// If the program failed, or has found a wrong word.
+pub fn figures(outcome: &ProgramOutcome, output: &Path, context: &str) -> Result<Figures, BenchError> {
+    let (program, context) = (PROGRAM.to_owned(), context.to_owned());
     if !outcome.status.success() {
-        let (status, message) = (outcome.status.to_string(), outcome.message);
+        let (status, message) = (outcome.status.to_string(), outcome.message.clone());
         return Err(BenchError::Program { program, context, status, message });
     }
-    let text = std::fs::read_to_string(&output).map_err(BenchError::io("read", &output))?;
+    let text = std::fs::read_to_string(output).map_err(BenchError::io("read", output))?;
     match serde_json::from_str::<Figures>(&text) {
         Ok(figures) if figures.errors == 0 => Ok(figures),
         _ => Err(BenchError::Figures { program, context, text }),

@@ -71,7 +71,14 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         for processes in PROCESSES {
             bar.set_message(format!("round {round}: {processes} processes"));
             let figures = {
-                let load = Load { processes, bytes: BYTES, limit_bytes: LIMIT_BYTES, seconds, replicas: 1 };
+                let load = Load {
+                    processes,
+                    bytes: BYTES,
+                    limit_bytes: LIMIT_BYTES,
+                    seconds,
+                    replicas: 1,
+                    backup: "never",
+                };
                 processbench::run(&cluster, &programs.processbench, folder.path(), load)?
             };
             all.entry(processes).or_default().add(&figures);
