@@ -3,8 +3,8 @@
 AQUIFER := target/release/aquifer
 BENCHES := alloc objects page-cache migration cache fabric faults 'faults --fabric tcp' failover eviction kv malloc apps restart
 RESEARCH := alloc objects packing
-# Seconds of random programs and chaos in `make test-long`: a third is for programs, a third for
-# chaos with nodes that lose their memory, and a third for chaos with nodes that keep it.
+# Seconds of random programs and chaos in `make test-long`: a fifth is for programs, and a fifth for
+# each kind of chaos.
 SECONDS := 600
 
 .PHONY: help build demo check test test-long mutants survivors fuzz bench research clean
@@ -40,7 +40,7 @@ test:
 	scripts/test.sh test
 
 test-long:
-	AQUIFER_SOAK_S=$$(($(SECONDS) / 3)) PART='$(PART)' scripts/test.sh long
+	AQUIFER_SOAK_S=$$(($(SECONDS) / 5)) PART='$(PART)' scripts/test.sh long
 
 mutants:
 	AQUIFER_RECORD_MUTANTS=1 cargo test --workspace --test simulators every_mutation_is_noticed \

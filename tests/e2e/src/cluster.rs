@@ -105,6 +105,12 @@ impl Cluster {
         command
     }
 
+    /// The `aquifer` of all later commands.
+    #[must_use]
+    pub fn binary(&self) -> &Path {
+        &self.binary
+    }
+
     /// Sets the `aquifer` of all later commands.
     pub fn set_binary(&mut self, binary: &Path) {
         binary.clone_into(&mut self.binary);

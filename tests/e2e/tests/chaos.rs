@@ -1,5 +1,6 @@
 //! redis, PostgreSQL and the checker on one cluster over TCP, while its daemons are killed, stopped
-//! and started, and cut off from the directory one at a time. No data may be lost.
+//! and started, and cut off from the directory one at a time, and while nodes are emptied. No data
+//! may be lost.
 //!
 //! Runs for `AQUIFER_SOAK_S` seconds; without the variable, each fault is injected once.
 
@@ -92,6 +93,17 @@ const FAULTS_OF_KEPT: [Fault; 9] = [
     cut_agent_off,
     stop_agent,
 ];
+/// Faults for nodes that are emptied before their memory is lost, so that one replica suffices.
+const FAULTS_OF_EMPTIED: [Fault; 5] =
+    [withdraw_memory, replace_nodes, kill_agent_while_emptied, withdraw_memory, cut_node_off];
+/// Faults for nodes that are killed while they are emptied.
+const FAULTS_WHILE_EMPTIED: [Fault; 5] = [
+    kill_emptied_node,
+    kill_other_node_while_emptied,
+    kill_agent_while_emptied,
+    withdraw_memory,
+    replace_nodes,
+];
 
 fn kill_agent(cluster: &Cluster, _: &mut Directory, _: usize) {
     restart_agent(cluster);
@@ -148,15 +160,86 @@ fn stop_agent(cluster: &Cluster, _: &mut Directory, _: usize) {
     assert!(cluster.status().is_object());
 }
 
-fn kill_node(cluster: &Cluster, _: &mut Directory, time: usize) {
-    // Each page must have a replica on another node.
+/// Waits until each page has a replica on another node.
+fn await_replicas(cluster: &Cluster) {
     let is_whole = || (figure(cluster, "degraded_slabs")? == 0).then_some(());
     eventually("all pages to be on two nodes", is_whole);
-    processes::kill(cluster.daemon("node", Some(node_of(time))));
+}
+
+fn kill_node(cluster: &Cluster, _: &mut Directory, time: usize) {
+    await_replicas(cluster);
+    kill_and_start_node(cluster, node_of(time));
+}
+
+/// Kills a node, and starts it again when programs are served without it.
+fn kill_and_start_node(cluster: &Cluster, node: usize) {
+    processes::kill(cluster.daemon("node", Some(node)));
     await_service(cluster);
-    let output = cluster.command().arg("up").output().expect("aquifer can be started");
-    assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
-    eventually("all pages to be on two nodes again", is_whole);
+    control(cluster, &["up"]);
+    await_replicas(cluster);
+}
+
+/// Runs a command of `aquifer`, which must succeed.
+fn control(cluster: &Cluster, words: &[&str]) {
+    let output = cluster.command().args(words).output().expect("aquifer can be started");
+    assert!(output.status.success(), "aquifer {words:?} failed: {}", text(&output.stderr));
+}
+
+/// Takes the memory of a node back in steps, and returns it.
+fn withdraw_memory(cluster: &Cluster, _: &mut Directory, time: usize) {
+    let node = node_of(time).to_string();
+    for memory in ["128M", "32M", "0", "256M"] {
+        control(cluster, &["lend", memory, "--node", &node]);
+        await_service(cluster);
+    }
+}
+
+/// Empties the nodes one after another, and starts each again by a file that was replaced.
+fn replace_nodes(cluster: &Cluster, _: &mut Directory, _: usize) {
+    for node in 1..=NODES {
+        control(cluster, &["drain", &node.to_string()]);
+        replace_binary(cluster);
+        let process = cluster.daemon("node", Some(node));
+        processes::signal(process, Signal::TERM);
+        eventually("the node to end", || (!processes::is_alive(process)).then_some(()));
+        start_missing(cluster, &format!("Started node-{node}"));
+        cluster.await_nodes(NODES);
+        await_service(cluster);
+    }
+}
+
+/// Replaces the program of the cluster by a copy, as an upgrade does.
+fn replace_binary(cluster: &Cluster) {
+    let next = cluster.binary().with_extension("next");
+    std::fs::copy(build::binary(), &next).expect("it can be copied");
+    std::fs::rename(&next, cluster.binary()).expect("the folder is ours");
+}
+
+fn kill_agent_while_emptied(cluster: &Cluster, _: &mut Directory, time: usize) {
+    let node = node_of(time).to_string();
+    control(cluster, &["drain", &node, "--no-wait"]);
+    restart_agent(cluster);
+    control(cluster, &["drain", &node]);
+    await_service(cluster);
+    control(cluster, &["drain", &node, "--undo"]);
+}
+
+/// Kills the node from which replicas are moved.
+fn kill_emptied_node(cluster: &Cluster, _: &mut Directory, time: usize) {
+    await_replicas(cluster);
+    let node = node_of(time);
+    control(cluster, &["drain", &node.to_string(), "--no-wait"]);
+    kill_and_start_node(cluster, node);
+}
+
+/// Kills a node to which replicas are moved.
+fn kill_other_node_while_emptied(cluster: &Cluster, _: &mut Directory, time: usize) {
+    await_replicas(cluster);
+    let (node, other) = (node_of(time).to_string(), node_of(time) % NODES + 1);
+    control(cluster, &["drain", &node, "--no-wait"]);
+    kill_and_start_node(cluster, other);
+    control(cluster, &["drain", &node]);
+    control(cluster, &["drain", &node, "--undo"]);
 }
 
 fn kill_etcd(cluster: &Cluster, directory: &mut Directory, _: usize) {
@@ -198,6 +281,8 @@ fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) 
     let options = [&["--fabric", "tcp", "--directory", &address], cluster_options].concat();
     let mut shared = SharedCluster::up_with(NODES, &options);
     shared.cluster.set_run_options(run_options);
+    let copy = shared.path("aquifer");
+    shared.cluster.set_binary(&copy);
     let cluster = &shared.cluster;
     let postgres = Postgres::start(&shared, "24M");
     postgres.fill_tables();
@@ -254,5 +339,15 @@ mod long {
     #[test]
     fn nothing_is_lost_while_nodes_restart_with_their_memory() {
         play(&["--keep-memory"], &[], &FAULTS_OF_KEPT);
+    }
+
+    #[test]
+    fn nothing_is_lost_while_nodes_are_emptied() {
+        play(&[], &[], &FAULTS_OF_EMPTIED);
+    }
+
+    #[test]
+    fn nothing_is_lost_while_nodes_that_are_emptied_die() {
+        play(&[], &["--replicas", "2"], &FAULTS_WHILE_EMPTIED);
     }
 }
