@@ -12,9 +12,9 @@ use crate::{Cluster, build};
 /// A cluster that serves all users, and a folder that all users can enter.
 #[derive(Debug)]
 pub struct SharedCluster {
-    folder: TempDir,
-    /// The cluster, of root.
+    /// The cluster, of root. Dropped before the folder, which may have its program.
     pub cluster: Cluster,
+    folder: TempDir,
 }
 
 impl SharedCluster {
@@ -91,7 +91,7 @@ impl SharedCluster {
         let mut words = vec!["--shared-socket", &socket];
         words.extend(options);
         let cluster = up(folder.path(), &words);
-        Self { folder, cluster }
+        Self { cluster, folder }
     }
 
     /// The path of a file in the folder.
