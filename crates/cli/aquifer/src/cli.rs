@@ -189,7 +189,7 @@ pub struct UpArguments {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub pages_per_user: Option<u64>,
     /// Most bytes a second that are moved off nodes that are being emptied, such as 20M; 0 for no
-    /// limit [default: 100M]
+    /// limit [default: 10M for each processor, at most 100M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse_or_zero)]
     pub move_rate: Option<u64>,
     /// Time for which programs wait for a new agent after theirs died, before they are ended, such

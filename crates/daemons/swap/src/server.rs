@@ -30,7 +30,7 @@ use aquifer_host::membership::{Membership, MembershipError};
 use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
-use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
+use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, MoveRate, PAGE_BYTES};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -189,7 +189,8 @@ impl DeviceServer {
         let folder = mount::create(&mut record, &options.folder)?;
         let front = start_front(&volume, &connector, &folder)?;
         let mover = Mover::new(Arc::clone(&volume), Arc::clone(&connector))?;
-        let pump = Pump::new(Arc::clone(&volume), connector, pool, seed()?);
+        let mut pump = Pump::new(Arc::clone(&volume), connector, pool, seed()?);
+        pump.set_move_rate(&Arc::new(MoveRate::of_this_host()));
         let known = Arc::clone(&nodes);
         let pump = PumpThread::start(pump, mover, move || known.list())?;
         let leak_scanner = LeakScanner::start(nodes, tenant, false)?;

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, NodeJoiner, Sender, StageOutcome, WrittenBatch};
+use aquifer_pager::{
+    BLOCK_PAGES, Connector, MoveRate, NoRoom, NodeJoiner, Sender, StageOutcome, WrittenBatch,
+};
 use aquifer_pool::{NodeId, PoolClient};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -54,6 +56,11 @@ impl Pump {
             node_joiner,
             maintained_at: None,
         }
+    }
+
+    /// Sets the rate of moves off memory that nodes recall.
+    pub fn set_move_rate(&mut self, rate: &Arc<MoveRate>) {
+        self.sender.set_move_rate(rate);
     }
 
     /// Begins a round in which the volume's [`Mover`] vacates all slabs, sparse or not. Only used

@@ -229,7 +229,7 @@ impl PagingService {
             unpaged_watches: tenant_threads::TenantThreads::new("unpaged"),
             connect_back_turns: tenant_threads::TenantTurns::default(),
             pool_shares,
-            move_rate: Arc::default(),
+            move_rate: Arc::new(MoveRate::of_this_host()),
         });
         Ok(service)
     }

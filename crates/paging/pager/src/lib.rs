@@ -56,7 +56,7 @@ pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::NoRoom;
 pub use integrity::is_zero;
 pub use mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
-pub use move_rate::{MOVE_BYTES_PER_SECOND, MoveRate};
+pub use move_rate::MoveRate;
 pub use mutation::Mutation;
 pub use node_joiner::{NodeJoiner, NodeUser};
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
