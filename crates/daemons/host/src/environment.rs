@@ -3,10 +3,15 @@
 //! A simulator replaces both: then its time is virtual, and its nodes are simulated.
 
 use std::fmt::Debug;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{ClusterKey, Endpoint, EndpointError, FabricAddress, Identity};
+use aquifer_pool::NodeClass;
+
+/// Time for which a wait for an answer of a disk node polls before it sleeps: longer than a read of
+/// a fast disk takes (decision 5).
+const DISK_SPIN_TIME: Duration = Duration::from_micros(300);
 
 /// A monotonic clock, and a way to connect to memory nodes.
 pub trait HostEnvironment: Send + Sync + Debug {
@@ -20,6 +25,7 @@ pub trait HostEnvironment: Send + Sync + Debug {
     fn connect(
         &self,
         address: &FabricAddress,
+        class: NodeClass,
         identity: Identity,
     ) -> Result<Box<dyn Endpoint>, EndpointError>;
 
@@ -46,8 +52,14 @@ impl HostEnvironment for SystemEnvironment {
     fn connect(
         &self,
         address: &FabricAddress,
+        class: NodeClass,
         identity: Identity,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        address.connect(identity, self.key.as_ref(), &self.options)
+        let spin_time = match class {
+            NodeClass::Memory => self.options.spin_time,
+            NodeClass::Disk => DISK_SPIN_TIME,
+        };
+        let options = ConnectOptions { spin_time, ..self.options.clone() };
+        address.connect(identity, self.key.as_ref(), &options)
     }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use aquifer_fabric::sim::{SimFabric, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, FabricAddress, Identity};
 use aquifer_host::environment::HostEnvironment;
+use aquifer_pool::NodeClass;
 
 /// The targets of the processes of nodes, by their addresses.
 #[derive(Clone, Debug, Default)]
@@ -62,6 +63,7 @@ impl HostEnvironment for SimMachine {
     fn connect(
         &self,
         address: &FabricAddress,
+        _class: NodeClass,
         identity: Identity,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let acceptors = self.acceptors.lock();

@@ -283,8 +283,8 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<ListenAd
     let mut options = tcp::TcpOptions::default();
     options.encrypt = encrypt.unwrap_or(options.encrypt);
     if settings.disk.is_some() {
-        // A thread waits for the disk, and polling for the next request would not shorten that.
-        (options.threads, options.spin_time) = (DISK_THREADS, Duration::ZERO);
+        // A thread waits for the disk, and serves no other connection meanwhile.
+        options.threads = DISK_THREADS;
     }
     options.threads = threads.map_or(options.threads, usize::from);
     options.rate = tcp::Rate { bytes_per_s: *rate_bytes, operations_per_s: rate_operations.map(u64::from) };

@@ -273,7 +273,7 @@ impl NodeRegistry {
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let identity = Identity { tenant, ..self.identity };
-        let endpoint = self.environment.connect(&present.address, identity)?;
+        let endpoint = self.environment.connect(&present.address, present.class, identity)?;
         if endpoint.regions().is_empty() {
             // The node has just been restarted; the directory has the record of its last process.
             return Err(EndpointError::Unreachable {
@@ -292,7 +292,7 @@ impl NodeRegistry {
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         match self.state(node, self.now()) {
             NodeState::Present(last) | NodeState::Suspect(last) | NodeState::Away(Some(last)) => {
-                self.environment.connect(&last.address, identity)
+                self.environment.connect(&last.address, last.class, identity)
             }
             NodeState::Away(None) => Err(away_node(node)),
             NodeState::Unknown => Err(unknown_node(node)),

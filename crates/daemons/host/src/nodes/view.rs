@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use aquifer_directory::FailureLog;
 use aquifer_directory::names::{LifeRecord, NodeLife, NodeRecord};
 use aquifer_fabric::{FabricAddress, FabricAddressError};
-use aquifer_pool::NodeId;
+use aquifer_pool::{NodeClass, NodeId};
 
 use super::away::{AwayNode, FailedAttempts};
 
@@ -17,6 +17,8 @@ use super::away::{AwayNode, FailedAttempts};
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct PresentNode {
     pub address: FabricAddress,
+    /// The class; memory if it is not known.
+    pub class: NodeClass,
     /// The epoch of the life of the node's memory.
     pub epoch: u64,
     /// The time for which the node's memory outlives its process; zero if it does not.
@@ -30,14 +32,16 @@ impl PresentNode {
     /// The reason why the address cannot be used.
     fn from_record(record: &NodeRecord) -> Result<Self, FabricAddressError> {
         let address = FabricAddress::parse(&record.fabric, &record.address)?;
-        Ok(Self { address, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
+        let class = if record.is_disk { NodeClass::Disk } else { NodeClass::Memory };
+        Ok(Self { address, class, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
     }
 
     /// Parses the record of a life; `None` if an earlier version has written the record.
     fn from_life(record: &LifeRecord) -> Option<Self> {
         let NodeLife { epoch, kept_ms, .. } = record.life;
         let address = FabricAddress::parse(&record.fabric, &record.address).ok()?;
-        Some(Self { address, epoch, grace: Duration::from_millis(kept_ms) })
+        let class = NodeClass::Memory;
+        Some(Self { address, class, epoch, grace: Duration::from_millis(kept_ms) })
     }
 }
 
