@@ -1,9 +1,9 @@
 // A program that benches measure: it forks processes, each of which fills its part of the memory
-// and then writes to random pages of it. They all begin at one time and end after a given time, or
-// when the program gets SIGTERM. One JSON line on stdout.
+// and then writes to its pages, at random or one after another. They all begin at one time and end
+// after a given time, or when the program gets SIGTERM. One JSON line on stdout.
 //
 //   cc -O2 -o processbench processbench.c
-//   processbench --processes 80 --bytes 192M --seconds 5
+//   processbench --processes 80 --bytes 192M --seconds 5 [--sequential]
 #include "bench_util.h"
 #include <getopt.h>
 #include <signal.h>
@@ -13,6 +13,7 @@
 
 struct options {
     uint64_t processes, bytes, seconds;
+    bool sequential;
 };
 
 // What a process has found.
@@ -55,9 +56,9 @@ static void work(const struct options *options, uint64_t number) {
     }
     atomic_fetch_add(&shared->ready, 1);
     while (!atomic_load(&shared->begun)) usleep(1000);
-    uint64_t end_ns = now_ns() + options->seconds * 1000000000u;
+    uint64_t page = pages - 1, end_ns = now_ns() + options->seconds * 1000000000u;
     while (now_ns() < end_ns && !atomic_load(&shared->ended)) {
-        uint64_t page = (random = mix64(random)) % pages;
+        page = options->sequential ? (page + 1) % pages : (random = mix64(random)) % pages;
         volatile uint64_t *at = area + page * PAGE_WORDS;
         uint64_t start = ticks();
         uint64_t count = at[1]++;
@@ -96,6 +97,7 @@ static struct options parse(int argc, char **argv) {
     static const struct option names[] = {{"processes", required_argument, NULL, 'p'},
                                           {"bytes", required_argument, NULL, 'b'},
                                           {"seconds", required_argument, NULL, 's'},
+                                          {"sequential", no_argument, NULL, 'q'},
                                           {NULL, 0, NULL, 0}};
     struct options o = {.processes = 1, .bytes = 64u << 20, .seconds = 5};
     for (int c; (c = getopt_long(argc, argv, "", names, NULL)) != -1;) {
@@ -103,6 +105,7 @@ static struct options parse(int argc, char **argv) {
         case 'p': o.processes = strtoull(optarg, NULL, 10); break;
         case 'b': o.bytes = parse_bytes(optarg); break;
         case 's': o.seconds = strtoull(optarg, NULL, 10); break;
+        case 'q': o.sequential = true; break;
         default: exit(2);
         }
     }

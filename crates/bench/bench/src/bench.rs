@@ -53,7 +53,7 @@ pub struct BenchArgs {
     /// For `bench apps`, measure only programs with this in their names, such as postgres; for
     /// `bench objects`, only this figure, such as 11; for `bench cache`, only this part: requests,
     /// threads, memory, hits, moves, or pool; for `bench page-cache`: sizes, working-sets, runs, or
-    /// squeeze
+    /// squeeze; for `bench eviction`: withdrawal, or full-pool
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// For `bench apps`, measure only with this percentage of a program's memory
@@ -126,9 +126,9 @@ const ALL: [Bench<BenchArgs>; 13] = [
     },
     Bench {
         name: "eviction",
-        about: "speed of a program while a memory node is emptied",
+        about: "speed of a program while a memory node is emptied, and in a full pool with a disk",
         targets: eviction::TARGETS,
-        options: &[FABRIC],
+        options: &[FABRIC, ONLY],
         run: eviction::run,
     },
     Bench {

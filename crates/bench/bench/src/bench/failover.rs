@@ -91,6 +91,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
                     bytes: BYTES,
                     limit_bytes: LIMIT_BYTES,
                     seconds: SECONDS,
+                    is_sequential: false,
                     replicas: REPLICAS,
                     backup: "never",
                 };

@@ -1,4 +1,4 @@
-//! Runs of `processbench`, whose processes write to random pages.
+//! Runs of `processbench`, whose processes write to the pages of their memory.
 
 use std::path::Path;
 use std::process::Command;
@@ -24,6 +24,8 @@ pub struct Load {
     pub bytes: u64,
     /// Limit of the run.
     pub limit_bytes: u64,
+    /// Whether they write to one page after another, instead of to random ones.
+    pub is_sequential: bool,
     /// Time for which the processes write.
     pub seconds: u64,
     /// Replicas of each page.
@@ -37,6 +39,7 @@ impl Load {
     pub fn add_arguments(&self, command: &mut Command) {
         command.args(["--processes", &self.processes.to_string(), "--bytes", &self.bytes.to_string()]);
         command.args(["--seconds", &self.seconds.to_string()]);
+        command.args(self.is_sequential.then_some("--sequential"));
     }
 }
 

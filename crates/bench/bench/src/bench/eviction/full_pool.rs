@@ -24,21 +24,59 @@ const DISK_NODE: u16 = 2;
 const DISK_NODE_LIMIT_BYTES: u64 = 48 * MIB;
 const RATIO_MIN: f64 = 0.8;
 
-/// Where the program's pages are.
+/// The place of the program's pages.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Backend {
     DiskNode,
     SwapFile,
 }
 
-impl Backend {
-    pub const ALL: [Self; 2] = [Self::DiskNode, Self::SwapFile];
+/// The accesses of the program.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Pattern {
+    Sequential,
+    Random,
+    RandomByEight,
+}
 
-    pub const fn name(self) -> &'static str {
+impl Pattern {
+    const ALL: [Self; 3] = [Self::Sequential, Self::Random, Self::RandomByEight];
+
+    const fn describe(self) -> &'static str {
         match self {
-            Self::DiskNode => "disk node",
-            Self::SwapFile => "swap file, read-ahead 1",
+            Self::Sequential => "one page after another",
+            Self::Random => "random pages",
+            Self::RandomByEight => "random pages, 8 processes",
         }
+    }
+
+    /// The read-ahead of the swap file that is best for it.
+    const fn read_ahead(self) -> ReadAhead {
+        if matches!(self, Self::Sequential) { ReadAhead::EightPages } else { ReadAhead::OnePage }
+    }
+}
+
+/// A run of the program.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Case {
+    pattern: Pattern,
+    backend: Backend,
+}
+
+impl Case {
+    /// All runs, those that are compared next to each other.
+    pub fn all() -> Vec<Self> {
+        let of = |pattern| [Backend::DiskNode, Backend::SwapFile].map(|backend| Self { pattern, backend });
+        Pattern::ALL.into_iter().flat_map(of).collect()
+    }
+
+    /// Name in the report.
+    pub fn name(self) -> String {
+        let backend = match self.backend {
+            Backend::DiskNode => "disk node",
+            Backend::SwapFile => "swap file",
+        };
+        format!("{}: {backend}", self.pattern.describe())
     }
 }
 
@@ -54,9 +92,11 @@ impl Size {
     pub const QUICK: Self = Self { bytes: 192 * MIB, limit_bytes: 48 * MIB, seconds: 2 };
     pub const FULL: Self = Self { bytes: 768 * MIB, limit_bytes: 128 * MIB, seconds: 20 };
 
-    fn load(self) -> Load {
+    fn load(self, pattern: Pattern) -> Load {
         let Self { bytes, limit_bytes, seconds } = self;
-        Load { processes: 1, bytes, limit_bytes, seconds, replicas: 1, backup: "if-needed" }
+        let processes = if pattern == Pattern::RandomByEight { 8 } else { 1 };
+        let is_sequential = pattern == Pattern::Sequential;
+        Load { processes, bytes, limit_bytes, is_sequential, seconds, replicas: 1, backup: "if-needed" }
     }
 }
 
@@ -73,33 +113,38 @@ pub fn try_out() -> Result<(), SetupError> {
 /// # Errors
 /// If it could not be measured or a page was wrong.
 pub fn measure(
-    backend: Backend,
+    Case { pattern, backend }: Case,
     size: Size,
     fabric: Fabric,
     program: &Path,
     folder: &Path,
 ) -> Result<Figures, BenchError> {
+    let load = size.load(pattern);
     match backend {
-        Backend::DiskNode => on_disk_node(size, fabric, program, folder),
-        Backend::SwapFile => on_swap_file(size, program, folder),
+        Backend::DiskNode => on_disk_node(load, fabric, program, folder),
+        Backend::SwapFile => on_swap_file(load, pattern.read_ahead(), program, folder),
     }
 }
 
-fn on_disk_node(size: Size, fabric: Fabric, program: &Path, folder: &Path) -> Result<Figures, BenchError> {
+fn on_disk_node(load: Load, fabric: Fabric, program: &Path, folder: &Path) -> Result<Figures, BenchError> {
     // Declared first, because the cgroup is removed after its process has ended.
     let cgroup = LimitedCgroup::new(DISK_NODE_LIMIT_BYTES)?;
-    let disk = format!("--disk={}", 2 * size.bytes);
+    let disk = format!("--disk={}", 2 * load.bytes);
     let cluster = Cluster::up_with_nodes(1, NODE_BYTES, fabric, &[&disk])?;
     cgroup.add(cluster.node_pid(DISK_NODE)?)?;
-    processbench::run(&cluster, program, folder, size.load())
+    processbench::run(&cluster, program, folder, load)
 }
 
-fn on_swap_file(size: Size, program: &Path, folder: &Path) -> Result<Figures, BenchError> {
-    let mut setup = PeerSetup::new(Peer::SwapFile, size.limit_bytes, 2 * size.bytes)?;
-    // The accesses are random.
-    setup.set_read_ahead(ReadAhead::OnePage)?;
+fn on_swap_file(
+    load: Load,
+    read_ahead: ReadAhead,
+    program: &Path,
+    folder: &Path,
+) -> Result<Figures, BenchError> {
+    let mut setup = PeerSetup::new(Peer::SwapFile, load.limit_bytes, 2 * load.bytes)?;
+    setup.set_read_ahead(read_ahead)?;
     let mut command = setup.command(program)?;
-    size.load().add_arguments(&mut command);
+    load.add_arguments(&mut command);
     let output = folder.join("output");
     let outcome = child::run(command, &Streams { input: None, output: &output }, Watched::All, |_| {})?;
     setup.close()?;
@@ -109,9 +154,10 @@ fn on_swap_file(size: Size, program: &Path, folder: &Path) -> Result<Figures, Be
 /// Notes of the report.
 pub fn note(size: Size) -> String {
     format!(
-        "full pool: the process writes to random pages of {} with a limit of {}, for {} s; the only memory \
-         node lends {}, and the process of the disk node has {} for its memory and for what the kernel \
-         caches of its file",
+        "full pool: processes write to the pages of {} with a limit of {}, for {} s; the only memory node \
+         lends {}, and the process of the disk node has {} for its memory and for what the kernel caches of \
+         its file; the swap file has a read-ahead of 8 pages for sequential accesses, and of 1 for random \
+         ones",
         show_bytes(size.bytes),
         show_bytes(size.limit_bytes),
         size.seconds,
@@ -120,11 +166,11 @@ pub fn note(size: Size) -> String {
     )
 }
 
-/// Adds the table and the target.
-pub fn fill(report: &mut Report, figures: &BTreeMap<Backend, Vec<Figures>>) {
+/// Adds the table and the targets.
+pub fn fill(report: &mut Report, figures: &BTreeMap<Case, Vec<Figures>>) {
     let writes = |of: &[Figures]| of.iter().map(|one| float(one.touches) / one.seconds).collect::<Vec<_>>();
-    let rows = figures.iter().map(|(backend, of)| Row {
-        name: backend.name().into(),
+    let rows = figures.iter().map(|(case, of)| Row {
+        name: case.name(),
         figures: [
             ("writes/s", Spread::of(&writes(of))),
             ("fault p50 µs", Spread::of(&of.iter().map(|one| one.faults.p50_us).collect::<Vec<_>>())),
@@ -141,12 +187,10 @@ pub fn fill(report: &mut Report, figures: &BTreeMap<Backend, Vec<Figures>>) {
         ratio: None,
         rows: rows.collect(),
     });
-    let of = |backend| figures.get(&backend).map(|of| writes(of)).unwrap_or_default();
-    let value = Spread::of_ratios(&of(Backend::DiskNode), &of(Backend::SwapFile));
-    report.targets.extend(value.map(|value| Target {
-        name: "full pool: writes/s on a disk node ÷ swap file".into(),
-        value,
-        bound: RATIO_MIN,
-        at_most: false,
+    report.targets.extend(Pattern::ALL.into_iter().filter_map(|pattern| {
+        let of = |backend| Some(writes(figures.get(&Case { pattern, backend })?));
+        let value = Spread::of_ratios(&of(Backend::DiskNode)?, &of(Backend::SwapFile)?)?;
+        let name = format!("full pool, {}: writes/s on a disk node ÷ swap file", pattern.describe());
+        Some(Target { name, value, bound: RATIO_MIN, at_most: false })
     }));
 }

@@ -16,7 +16,8 @@ use aquifer_bench::support::spread::Spread;
 use aquifer_report::RunStatistics;
 use rustix::process::Signal;
 
-const NODES: u16 = 2;
+/// Three, so that programs use several nodes afterwards, too.
+const NODES: u16 = 3;
 /// The node whose memory is withdrawn.
 const NODE: u16 = 1;
 const DURING_MIN: f64 = 0.95;
@@ -84,7 +85,7 @@ impl Size {
         window: Duration::from_secs(2),
     };
     pub const FULL: Self = Self {
-        bytes: 2304 * MIB,
+        bytes: 3328 * MIB,
         limit_bytes: 256 * MIB,
         settle: Duration::from_secs(5),
         window: Duration::from_secs(10),
@@ -126,6 +127,7 @@ pub fn measure(
         bytes: size.bytes,
         limit_bytes: size.limit_bytes,
         seconds: SECONDS_MAX,
+        is_sequential: false,
         replicas: 1,
         backup: way.backup(),
     };
@@ -159,7 +161,7 @@ fn observe(cluster: &Cluster, way: Way, size: Size) -> Result<Sample, BenchError
             displaced = displaced.max(run.displaced_slabs);
             displaced > 0 && run.displaced_slabs == 0 && run.degraded_slabs == 0
         })?;
-        // Half of what is on the two nodes.
+        // The part of one node.
         size.remote_bytes() / u64::from(NODES)
     } else {
         cluster.drain(NODE)?;
@@ -219,23 +221,22 @@ impl Counters {
 }
 
 /// Notes of the report.
-pub fn notes(size: Size, rounds: usize, fabric: Fabric) -> Vec<String> {
+pub fn notes(size: Size) -> Vec<String> {
     vec![
         format!(
             "a process writes to random pages of {} with a limit of {}; then the memory of one of {NODES} \
-             memory nodes is withdrawn; {rounds} rounds, every page verified",
+             memory nodes is withdrawn",
             show_bytes(size.bytes),
             show_bytes(size.limit_bytes)
         ),
         format!(
-            "faults are counted for {} s before, until all pages are on the other node, and for as long \
+            "faults are counted for {} s before, until all pages are on the other nodes, and for as long \
              after it",
             size.window.as_secs()
         ),
-        "deleted: `aquifer run --backup always`, and the node is killed; until the other node has them, its \
-            pages are on the disk only, of which the kernel of this machine caches what it has memory for"
+        "deleted: `aquifer run --backup always`, and the node is killed; until the other nodes have them, \
+            its pages are on the disk only, of which the kernel of this machine caches what it has memory for"
             .into(),
-        format!("memory nodes over {}", fabric.name()),
     ]
 }
 

@@ -76,6 +76,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
                     bytes: BYTES,
                     limit_bytes: LIMIT_BYTES,
                     seconds,
+                    is_sequential: false,
                     replicas: 1,
                     backup: "never",
                 };
