@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 
 /// Most bytes a second that a host moves by default.
 const BYTES_PER_SECOND_MAX: u64 = 100 << 20;
-/// Bytes a second that a host moves by default for each of its processors. Moving 1 MiB takes 6 ms
-/// of processor time, about half of it on the nodes.
+/// Bytes a second that a host moves by default for each of its processors. Moving 1 MiB takes the
+/// sender some 3 ms of processor time, and both nodes more.
 const BYTES_PER_SECOND_AND_PROCESSOR: u64 = 10 << 20;
 /// Longest time for which an unused rate is saved up.
 const SAVED_MAX: Duration = Duration::from_millis(50);

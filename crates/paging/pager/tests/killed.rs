@@ -32,7 +32,7 @@ struct KillableAgent {
     fabric: SimFabric,
     nodes: Vec<SimNodeId>,
     epoch: AtomicU64,
-    /// The figures of the nodes, which tell what they recall.
+    /// The figures of the nodes: what they recall.
     figures: Arc<FigureTable>,
     /// Operations until the agent is killed.
     left: AtomicU64,

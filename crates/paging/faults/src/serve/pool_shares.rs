@@ -329,7 +329,7 @@ impl PoolShare {
     /// Returns the reason why the run gets no more memory if its user has used up its quota.
     pub fn over_quota(&self) -> String {
         format!(
-            "the programs of user {} have their quota on memory nodes ({})",
+            "the programs of user {} have their quota of the pool ({})",
             self.run.user.owner,
             ByteSize(self.shares.limits.bytes_per_user.unwrap_or(0))
         )

@@ -27,7 +27,7 @@ const WAIT_MAX: Duration = Duration::from_secs(300);
 /// Longest time for which the program writes: longer than any measurement.
 const SECONDS_MAX: u64 = 3600;
 /// Time between two looks at the status.
-const LOOK_PAUSE: Duration = Duration::from_millis(50);
+const STATUS_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How the memory of the node is withdrawn.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -103,7 +103,8 @@ pub struct Sample {
     before: f64,
     during: f64,
     after: f64,
-    moved_bytes: f64,
+    /// Bytes that were moved; `None` if the node was killed.
+    moved_bytes: Option<f64>,
     time: Duration,
 }
 
@@ -154,19 +155,16 @@ fn observe(cluster: &Cluster, way: Way, size: Size) -> Result<Sample, BenchError
     let start = Counters::read(cluster)?;
     std::thread::sleep(size.window);
     let withdrawn = Counters::read(cluster)?;
-    let lost_bytes = if way == Way::Deleted {
+    if way == Way::Deleted {
         cluster.signal_node(NODE, Signal::KILL)?;
         let mut displaced: u64 = 0;
         await_run(cluster, "the program with all its copies", |run| {
             displaced = displaced.max(run.displaced_slabs);
             displaced > 0 && run.displaced_slabs == 0 && run.degraded_slabs == 0
         })?;
-        // The part of one node.
-        size.remote_bytes() / u64::from(NODES)
     } else {
         cluster.drain(NODE)?;
-        0
-    };
+    }
     let empty = Counters::read(cluster)?;
     std::thread::sleep(size.window);
     let end = Counters::read(cluster)?;
@@ -174,7 +172,7 @@ fn observe(cluster: &Cluster, way: Way, size: Size) -> Result<Sample, BenchError
         before: withdrawn.faults_per_second_since(start),
         during: empty.faults_per_second_since(withdrawn),
         after: end.faults_per_second_since(empty),
-        moved_bytes: float(lost_bytes.max(empty.moved_bytes - withdrawn.moved_bytes)),
+        moved_bytes: (way != Way::Deleted).then(|| float(empty.moved_bytes - withdrawn.moved_bytes)),
         time: empty.at - withdrawn.at,
     })
 }
@@ -195,7 +193,7 @@ fn await_run(
         if start.elapsed() > WAIT_MAX {
             return Err(BenchError::NoStatus { what });
         }
-        std::thread::sleep(LOOK_PAUSE);
+        std::thread::sleep(STATUS_INTERVAL);
     }
 }
 
@@ -242,17 +240,21 @@ pub fn notes(size: Size) -> Vec<String> {
 
 /// Adds the table and the targets.
 pub fn fill(report: &mut Report, samples: &BTreeMap<Way, Vec<Sample>>) {
-    let spread =
-        |of: &[Sample], value: &dyn Fn(&Sample) -> f64| Spread::of(&of.iter().map(value).collect::<Vec<_>>());
+    let spread = |of: &[Sample], value: &dyn Fn(&Sample) -> Option<f64>| {
+        Spread::of(&of.iter().filter_map(value).collect::<Vec<_>>())
+    };
     let rows = samples.iter().map(|(way, of)| Row {
         name: way.describe().into(),
         figures: [
-            ("faults/s before", spread(of, &|sample| sample.before)),
-            ("during ÷ before", spread(of, &|sample| sample.during / sample.before)),
-            ("after ÷ before", spread(of, &|sample| sample.after / sample.before)),
-            ("MiB", spread(of, &|sample| sample.moved_bytes / float(MIB))),
-            ("MiB/s", spread(of, &|sample| sample.moved_bytes / float(MIB) / sample.time.as_secs_f64())),
-            ("seconds", spread(of, &|sample| sample.time.as_secs_f64())),
+            ("faults/s before", spread(of, &|sample| Some(sample.before))),
+            ("during ÷ before", spread(of, &|sample| Some(sample.during / sample.before))),
+            ("after ÷ before", spread(of, &|sample| Some(sample.after / sample.before))),
+            ("MiB", spread(of, &|sample| Some(sample.moved_bytes? / float(MIB)))),
+            (
+                "MiB/s",
+                spread(of, &|sample| Some(sample.moved_bytes? / float(MIB) / sample.time.as_secs_f64())),
+            ),
+            ("seconds", spread(of, &|sample| Some(sample.time.as_secs_f64()))),
         ]
         .into_iter()
         .filter_map(|(name, spread)| Some((name, spread?)))
@@ -268,8 +270,8 @@ pub fn fill(report: &mut Report, samples: &BTreeMap<Way, Vec<Sample>>) {
         rows: rows.collect(),
     });
     let Some(of) = samples.get(&Way::Drained) else { return };
-    let during = spread(of, &|sample| sample.during / sample.before);
-    let after = spread(of, &|sample| sample.after / sample.before);
+    let during = spread(of, &|sample| Some(sample.during / sample.before));
+    let after = spread(of, &|sample| Some(sample.after / sample.before));
     let bounds = [("during ÷ before", during, DURING_MIN), ("after ÷ before", after, AFTER_MIN)];
     report.targets.extend(bounds.into_iter().filter_map(|(name, value, bound)| {
         Some(Target {
